@@ -1,0 +1,1 @@
+"""One FP8 precision flow for training forward passes and rollouts."""
