@@ -35,3 +35,11 @@ class ModelError(JetRLError, ValueError):
 
 class RefitError(JetRLError, RuntimeError):
     """A weight sync that failed; the rollout model must not generate."""
+
+
+class OutputError(JetRLError, OSError):
+    """A file that cannot be written."""
+
+
+class MetricsError(JetRLError, ValueError):
+    """Log-probs that no mismatch metric can be computed from."""

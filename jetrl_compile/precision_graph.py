@@ -5,6 +5,7 @@ and drawn. Names are canonical (the module path as Hugging Face spells it, then 
 role), so that graphs of different engines are compared by name, without a search.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -132,8 +133,8 @@ class PrecisionGraph:
     def __post_init__(self) -> None:
         """Check that names are unique and edges have both ends."""
         if len(self.by_name) != len(self.operators):
-            names = [operator.name for operator in self.operators]
-            twice = next(name for name in self.by_name if names.count(name) > 1)
+            counts = Counter(operator.name for operator in self.operators)
+            twice = counts.most_common(1)[0][0]
             raise PrecisionFlowError(
                 f"operator name {twice!r} occurs twice; each operator needs its own"
             )
@@ -181,7 +182,8 @@ class PrecisionGraph:
 
     def is_fp8(self, operator: Operator) -> bool:
         """Return whether every operand of a GEMM (but its bias) is quantized."""
-        flows = [edge.flow for edge in self.operands[operator.name].values()]
+        operands = self.operands[operator.name]
+        flows = [edge.flow for name, edge in operands.items() if name != "bias"]
         return bool(flows) and all(flow.is_quantized for flow in flows)
 
     def high_precision_gemms(self) -> list[Operator]:
@@ -200,10 +202,8 @@ class PrecisionGraph:
         """Return a networkx graph: nodes have `operator`, edges `edge`."""
         graph: nx.MultiDiGraph[str] = nx.MultiDiGraph()
         graph.add_nodes_from((op.name, {"operator": op}) for op in self.operators)
-        graph.add_edges_from(
-            (edge.source, edge.target, edge.operand, {"edge": edge})
-            for edge in self.edges
-        )
+        for edge in self.edges:
+            graph.add_edge(edge.source, edge.target, key=edge.operand, edge=edge)
         return graph
 
     def __str__(self) -> str:
