@@ -1,0 +1,235 @@
+"""Which nodes of a captured graph are weight GEMMs, and which of the three each is."""
+
+from dataclasses import dataclass
+
+from jetrl_compile.capture import CapturedNode, Ref
+from jetrl_compile.op_classes import (
+    EMBEDDINGS,
+    LOWERED_GEMM,
+    LOWERED_QUANTIZE,
+    LOWERED_REQUANTIZE,
+    MATMULS,
+    RESHAPES,
+    TRANSPOSES,
+)
+from jetrl_compile.tensor_sources import TensorSources, WeightSource
+
+# Fused linear layers of inference engines, and the Hugging Face layers they hold.
+FUSED_LAYERS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GemmSite:
+    """One weight GEMM.
+
+    Attributes:
+        node: Its index in the captured graph.
+        role: "fprop", "dgrad" or "wgrad".
+        module: Path of the linear layer.
+        weight: The weight's node; for wgrad, that of the weight it is the gradient of.
+        transposed: Whether the matrix that multiplies from the right is the stored
+            weight transposed (nn.Linear: True in fprop; Conv1D: False). For wgrad,
+            whether the result is the gradient of the stored weight transposed.
+        a: The node read as the left operand; b: as the right operand, -1 if lowered
+            operands hide it.
+        bias: The node of a bias that the same operator adds, or None.
+        weight_dtype: Short name of the dtype that the weight was rounded to.
+    """
+
+    node: int
+    role: str
+    module: str
+    weight: int
+    transposed: bool
+    a: int
+    b: int
+    bias: int | None = None
+    weight_dtype: str = ""
+
+
+def operands(node: CapturedNode) -> tuple[int, int, int | None] | None:
+    """Return the left, right and bias operands of a matmul, or None for another op.
+
+    For "linear", the right operand is the weight as stored, (N, K).
+    """
+    if node.target not in MATMULS:
+        return None
+    args = [arg.index if isinstance(arg, Ref) else None for arg in node.args]
+    keyed = {k: v.index for k, v in node.kwargs.items() if isinstance(v, Ref)}
+    if node.target in ("addmm", "baddbmm"):
+        bias, a, b = (args + [None] * 3)[:3]
+    else:
+        a, b, bias = (args + [None] * 3)[:3]
+        a = keyed.get("input", a)
+        b = keyed.get("weight", keyed.get("mat2", keyed.get("other", b)))
+        bias = keyed.get("bias", bias) if node.target == "linear" else None
+    return None if a is None or b is None else (a, b, bias)
+
+
+def quantized_operand(
+    sources: TensorSources, index: int
+) -> tuple[CapturedNode, int] | None:
+    """Return the quantize (or dequantized storage) that makes a `jetrl.gemm` operand.
+
+    Returns:
+        Its node and index, or None where the codes are stored in the model.
+    """
+    made = sources.source(index).index
+    node = sources.nodes[made]
+    if node.target in (LOWERED_QUANTIZE, LOWERED_REQUANTIZE):
+        return node, made
+    return None
+
+
+class GemmSites:
+    """Finds the weight GEMMs of a graph by what their operands are.
+
+    Attributes:
+        sites: Them, by node index.
+    """
+
+    def __init__(self, sources: TensorSources) -> None:
+        self.sources = sources
+        self.sites: dict[int, GemmSite] = {}
+        self._by_weight: dict[int, GemmSite] = {}
+        self._by_module: dict[str, GemmSite] = {}
+        for index, node in enumerate(sources.nodes):
+            if node.op != "call":
+                continue
+            site = (
+                self._lowered(index, node)
+                if node.target == LOWERED_GEMM
+                else self._plain(index, node)
+            )
+            if site is not None:
+                self.sites[index] = site
+                if site.role == "fprop":
+                    self._by_weight.setdefault(site.weight, site)
+                    self._by_module.setdefault(site.module, site)
+
+    def stored(self, weight: int) -> int:
+        """Return the placeholder behind a weight: through a dequantize to its codes."""
+        node = self.sources.nodes[weight]
+        if node.op == "call" and self.sources.inputs[weight]:
+            return self.sources.source(self.sources.inputs[weight][0]).index
+        return weight
+
+    def _module(self, node: CapturedNode, weight: int) -> str:
+        """Prefer a linear module that ran it (a tied weight has another's name)."""
+        if node.module and "Linear" in node.module_class:
+            return node.module
+        stored = self.stored(weight)
+        path = self.sources.nodes[stored].module.rpartition(".")[0]
+        tied = any(
+            self.sources.nodes[user].target in EMBEDDINGS
+            for user in self.sources.users[stored]
+        )
+        if not path or (tied and node.module):
+            return node.module or self.sources.nodes[stored].name
+        return path
+
+    def _plain(self, index: int, node: CapturedNode) -> GemmSite | None:
+        found = operands(node)
+        if found is None:
+            return None
+        a, b, bias = found
+        weight = self.sources.weight(b)
+        if node.target == "linear" and weight is not None:
+            weight = WeightSource(weight.index, not weight.transposed, weight.dtype)
+        if not node.backward:
+            if weight is None or (node.target == "bmm" and not self._same(b)):
+                return None
+            module = self._module(node, weight.index)
+            return GemmSite(
+                index,
+                "fprop",
+                module,
+                weight.index,
+                weight.transposed,
+                a,
+                b,
+                bias,
+                weight.dtype,
+            )
+        if weight is not None and weight.index in self._by_weight:
+            # dx = dy w: the stored matrix as it is for nn.Linear.
+            forward = self._forward(node, weight.index)
+            return GemmSite(
+                index,
+                "dgrad",
+                forward.module,
+                weight.index,
+                weight.transposed,
+                a,
+                b,
+                None,
+                weight.dtype,
+            )
+        return self._wgrad(index, node, a, b)
+
+    def _same(self, index: int) -> bool:
+        """Whether a batched right operand is one matrix, expanded."""
+        return self.sources.weight(index) is not None
+
+    def _forward(self, node: CapturedNode, weight: int) -> GemmSite:
+        by_module = self._by_module.get(node.module)
+        if by_module is not None and by_module.weight == weight:
+            return by_module
+        return self._by_weight[weight]
+
+    def _wgrad(self, index: int, node: CapturedNode, a: int, b: int) -> GemmSite | None:
+        forward = self._by_module.get(node.module)
+        if forward is None:
+            forward = self._by_input(a, b)
+        if forward is None:
+            return None
+        stored = self.sources.nodes[forward.weight].shape
+        rows, cols = node.shape[-2:]
+        x = self._matrix(forward.a)
+        if self._matrix(b) == x:
+            transposed = not forward.transposed
+        elif self._matrix(a) == x:
+            transposed = forward.transposed
+        else:
+            return None
+        if len(stored) == 2 and (rows, cols) != (
+            stored[::-1] if transposed else stored
+        ):
+            return None
+        return GemmSite(
+            index, "wgrad", forward.module, forward.weight, transposed, a, b
+        )
+
+    def _by_input(self, a: int, b: int) -> GemmSite | None:
+        """The forward GEMM that reads one of the two: for graphs without modules."""
+        wanted = {self._matrix(a), self._matrix(b)}
+        found = [s for s in self._by_weight.values() if self._matrix(s.a) in wanted]
+        return found[0] if len(found) == 1 else None
+
+    def _matrix(self, index: int) -> int:
+        """The tensor behind transposes, reshapes."""
+        nodes, inputs = self.sources.nodes, self.sources.inputs
+        while nodes[index].target in TRANSPOSES | RESHAPES and inputs[index]:
+            index = inputs[index][0]
+        return index
+
+    def _lowered(self, index: int, node: CapturedNode) -> GemmSite | None:
+        """Read a `jetrl.gemm` back: its role follows from what its operands hold."""
+        a, b = node.args[0].index, node.args[2].index
+        made = quantized_operand(self.sources, b)
+        weight = self.sources.weight(b if made is None else made[0].args[0].index)
+        if weight is None:
+            forward = self._by_module.get(node.module)
+            if forward is None:
+                return None
+            return GemmSite(index, "wgrad", forward.module, forward.weight, False, a, b)
+        if node.backward:
+            role, module = "dgrad", self._forward(node, weight.index).module
+        else:
+            role, module = "fprop", self._module(node, weight.index)
+        return GemmSite(
+            index, role, module, weight.index, False, a, b, None, weight.dtype
+        )
