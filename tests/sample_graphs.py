@@ -1,7 +1,10 @@
 """Hand-built precision graphs of a Qwen-like decoder, for tests and benchmarks."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from jetrl_compile.differences import Difference
 from jetrl_compile.formats import Flow, blocks, groups
 from jetrl_compile.precision_graph import Edge, Operator, PrecisionGraph, make_graph
 
@@ -159,3 +162,46 @@ def decoder_graph(phase: str, layers: int = 2) -> PrecisionGraph:
         model="sample",
         engine=engine,
     )
+
+
+# Edits of graphs -------------------------------------------------------------------
+
+
+def with_edges(
+    graph: PrecisionGraph, change: Callable[[Edge], Edge | None]
+) -> PrecisionGraph:
+    changed = (change(edge) for edge in graph.edges)
+    return replace(graph, edges=tuple(edge for edge in changed if edge is not None))
+
+
+def with_operators(
+    graph: PrecisionGraph, change: Callable[[Operator], Operator]
+) -> PrecisionGraph:
+    return replace(graph, operators=tuple(map(change, graph.operators)))
+
+
+def one_edge(graph: PrecisionGraph, edge: Edge, **changes: Any) -> PrecisionGraph:
+    return with_edges(graph, lambda e: replace(e, **changes) if e is edge else e)
+
+
+def one_operator(graph: PrecisionGraph, op: Operator, **changes: Any) -> PrecisionGraph:
+    return with_operators(graph, lambda o: replace(o, **changes) if o is op else o)
+
+
+Named = tuple[int, str, str]  # level, name of the operator or edge, attribute
+
+
+def names(found: Iterable[Difference]) -> list[Named]:
+    return [(item.level, item.name, item.attribute) for item in found]
+
+
+def without_fp8(
+    graph: PrecisionGraph, matches: Callable[[str], bool]
+) -> PrecisionGraph:
+    """Leave layers in BF16, as a skip list does."""
+
+    def change(edge: Edge) -> Edge:
+        skipped = edge.flow.is_quantized and matches(edge.target)
+        return replace(edge, flow=Flow("bf16")) if skipped else edge
+
+    return with_edges(graph, change)
