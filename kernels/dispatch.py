@@ -25,29 +25,48 @@ class GemmShape:
     """What a provider is asked to run: out = a b^T, both operands block-scaled.
 
     Attributes:
-        role: "fprop", "dgrad" or "wgrad".
-        rows: Rows of `a` and of the result, or None where they are dynamic (tokens).
-        cols: Rows of `b` and columns of the result, or None where dynamic.
-        contraction: Columns of `a` and `b`, or None where dynamic (tokens, in wgrad).
+        role: "fprop" (a = x, b = w), "dgrad" (a = dy, b = w^T) or "wgrad" (a = dy^T,
+            b = x^T).
+        n: Out features of the layer.
+        k: In features of the layer.
         a: The flow of `a`.
         b: The flow of `b`.
+        m: Tokens, or None where they are dynamic.
         out_dtype: Short name of the result's dtype.
         device_type: "cpu", "cuda", "meta".
     """
 
     role: str
-    rows: int | None
-    cols: int | None
-    contraction: int | None
+    n: int
+    k: int
     a: Flow
     b: Flow
+    m: int | None = None
     out_dtype: str = "bf16"
     device_type: str = "cpu"
 
+    def __post_init__(self) -> None:
+        """Check the role."""
+        if self.role not in ROLES:
+            raise ProviderError(
+                f"GEMM role {self.role!r} is unknown; use one of {', '.join(ROLES)}"
+            )
+
+    @property
+    def sizes(self) -> tuple[int | None, int | None, int | None]:
+        """Rows of a, rows of b, and the contraction, None where they are tokens."""
+        return {
+            "fprop": (self.m, self.n, self.k),
+            "dgrad": (self.m, self.k, self.n),
+            "wgrad": (self.n, self.k, self.m),
+        }[self.role]
+
     def __str__(self) -> str:
-        sizes = (self.rows, self.cols, self.contraction)
-        text = "x".join("?" if size is None else str(size) for size in sizes)
-        return f"{self.role} {text} on {self.device_type}, a {self.a}, b {self.b}"
+        tokens = "any" if self.m is None else self.m
+        return (
+            f"{self.role} M={tokens} N={self.n} K={self.k} on {self.device_type}, "
+            f"a {self.a}, b {self.b}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

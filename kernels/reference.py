@@ -12,7 +12,6 @@ element, and the last one of a row or column may be partial.
 """
 
 import functools
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from jetrl_compile.formats import E4M3_MAX
 from jetrl_compile.granularity import Granularity
 
 E4M3 = torch.float8_e4m3fn
-_TILE_ELEMENTS = 1 << 20  # of one FP64 partial product: 8 MiB
+_TILE_ELEMENTS = 1 << 18  # of one FP64 partial product: 2 MiB
 _OPERAND_ELEMENTS = 1 << 22  # of one FP64 operand slice: 32 MiB
 
 
@@ -50,8 +49,8 @@ def quantize(
         an infinity makes the scale infinite and its own code NaN.
     """
     matrix = x.to(torch.bfloat16)
-    if transpose:
-        matrix = matrix.t()
+    # Row-major first: a region along a strided dimension takes 3 times as long.
+    matrix = (matrix.t() if transpose else matrix).contiguous()
     return _encode(matrix, rows, cols, scale_format, amax_floor)
 
 
@@ -86,7 +85,7 @@ def requantize(
     """
     matrix = dequantize(codes, scales, rows_in, cols_in, torch.float32)
     if transpose:
-        matrix = matrix.t()
+        matrix = matrix.t().contiguous()
     return _encode(matrix, rows, cols, scale_format, amax_floor)
 
 
@@ -105,12 +104,9 @@ def dequantize(
     Returns:
         (R, C), row-major.
     """
-    values = decode(codes).to(torch.float32)
-    for row, row_span, height in _spans(codes.shape[0], rows):
-        for col, col_span, width in _spans(codes.shape[1], cols):
-            view = _regions(values[row_span, col_span], height, width)
-            view *= scales[row, col][:, None, :, None]
-    return values.to(out_dtype)
+    values = decode(codes, torch.float32)
+    spread = _repeat(_repeat(scales, rows, codes.shape[0]).t(), cols, codes.shape[1])
+    return values.mul_(spread.t()).to(out_dtype)
 
 
 def gemm(
@@ -149,63 +145,62 @@ def gemm(
         (M, N), row-major; zeros for K = 0.
     """
     (m, k), n = a.shape, b.shape[0]
+    cols = a_cols or max(k, 1)
     out = torch.empty((m, n), dtype=out_dtype, device=a.device)
-    groups = _slices(k, a_cols or max(k, 1))
-    s_a, s_b = a_scales.double(), b_scales.double()
-    if a_rows != 1:
-        s_a = _per_row(s_a, a_rows, m)
-    if b_rows != 1:
-        s_b = _per_row(s_b, b_rows, n)
-    s_b = s_b.t()
+    a_scales = _repeat(a_scales.double(), a_rows, m)
+    b_scales = _repeat(b_scales.double(), b_rows, n)
     for n_span in _slices(n, max(_OPERAND_ELEMENTS // max(k, 1), 128)):
-        b_NK, s_b_KN = decode(b[n_span]), s_b[:, n_span]
-        height = _TILE_ELEMENTS // (n_span.stop - n_span.start)
-        for m_span in _slices(m, max(min(height, _OPERAND_ELEMENTS // max(k, 1)), 16)):
-            a_MK, s_a_MK = decode(a[m_span]), s_a[m_span]
-            shape = (a_MK.shape[0], b_NK.shape[0])
-            total = torch.zeros(shape, dtype=torch.float64, device=a.device)
+        b_NK, b_scales_N = decode(b[n_span], torch.float64), b_scales[n_span]
+        height = min(_TILE_ELEMENTS // len(b_NK), _OPERAND_ELEMENTS // max(k, 1))
+        for m_span in _slices(m, max(height, 16)):
+            a_MK, a_scales_M = decode(a[m_span], torch.float64), a_scales[m_span]
+            # +0 at first, so that the sign of a zero partial product is lost here.
+            total = a_MK.new_zeros((len(a_MK), len(b_NK)))
             part = torch.empty_like(total)
-            for group, span in enumerate(groups):
-                torch.mm(a_MK[:, span], b_NK[:, span].t(), out=part)
-                part *= s_a_MK[:, group, None] * s_b_KN[group]
-                total += part
+            # Views made together cost less than one at a time. K = 0 has no scales.
+            for a_group, b_group, a_scale, b_scale in zip(
+                torch.split(a_MK, cols, 1),
+                torch.split(b_NK.t(), cols, 0),
+                a_scales_M.unsqueeze(2).unbind(1),
+                b_scales_N.unbind(1),
+                strict=False,
+            ):
+                torch.mm(a_group, b_group, out=part)
+                total += part.mul_(a_scale * b_scale)
             out[m_span, n_span] = total
     return out
 
 
-def decode(codes: Tensor) -> Tensor:
-    """Return the values of E4M3 codes in FP64, exactly, row-major."""
-    table = _table(codes.device)
+def decode(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values of E4M3 codes in FP32 or FP64, exactly, row-major."""
     index = codes.contiguous().view(torch.uint8).view(-1).to(torch.int32)
-    return table.index_select(0, index).view(codes.shape)
+    return _table(codes.device, dtype).index_select(0, index).view(codes.shape)
 
 
 @functools.cache
-def _table(device: torch.device) -> Tensor:
+def _table(device: torch.device, dtype: torch.dtype) -> Tensor:
     # A gather from 256 values is 4 times as fast on a CPU as a cast from E4M3.
     codes = torch.arange(256, dtype=torch.uint8).view(E4M3)
-    return codes.to(torch.float64).to(device)
+    return codes.to(dtype).to(device)
 
 
 def _encode(
     matrix: Tensor, rows: int, cols: int, scale_format: str, amax_floor: float
 ) -> tuple[Tensor, Tensor]:
-    shape = matrix.shape
-    counts = Granularity(rows, cols).scale_shape((shape[0], shape[1]))
-    codes = torch.empty(shape, dtype=E4M3, device=matrix.device)
-    scales = torch.empty(counts, dtype=torch.float32, device=matrix.device)
-    for row, row_span, height in _spans(shape[0], rows):
-        for col, col_span, width in _spans(shape[1], cols):
-            view = _regions(matrix[row_span, col_span], height, width)
-            amax = view.abs().amax((1, 3)).to(torch.float32)
-            scale = amax.clamp_(min=amax_floor).div_(E4M3_MAX)
-            if scale_format == "ue8m0":
-                scale = power_of_two_above(scale)
-            scales[row, col] = scale
-            quotient = view / scale[:, None, :, None]
-            target = _regions(codes[row_span, col_span], height, width)
-            target.copy_(quotient.clamp_(-E4M3_MAX, E4M3_MAX))
-    return codes, scales
+    (r, c), region = matrix.shape, Granularity(rows, cols)
+    height, width = rows or max(r, 1), cols or max(c, 1)
+    high, wide = region.scale_shape((r, c))
+    # Zeros change no amax, so a partial region may be filled up with them.
+    tails = (0, wide * width - c, 0, high * height - r)
+    padded = torch.nn.functional.pad(matrix, tails) if any(tails) else matrix
+    regions = padded.view(high, height, wide, width)
+    scales = regions.abs().amax((1, 3), keepdim=True).to(torch.float32)
+    scales = scales.clamp_(min=amax_floor).div_(E4M3_MAX)
+    if scale_format == "ue8m0":
+        scales = power_of_two_above(scales)
+    quotients = (regions / scales).clamp_(-E4M3_MAX, E4M3_MAX)
+    codes = quotients.to(E4M3).view(padded.shape)[:r, :c].contiguous()
+    return codes, scales.view(high, wide)
 
 
 def power_of_two_above(scale: Tensor) -> Tensor:
@@ -217,33 +212,19 @@ def power_of_two_above(scale: Tensor) -> Tensor:
     Returns:
         FP32, in the shape of `scale`.
     """
-    mantissa, exponent = torch.frexp(scale)
-    power = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
-    return torch.where(torch.isfinite(scale), power, scale)
+    # FP32 holds the exponent above 23 mantissa bits, so any mantissa but zero carries
+    # into it. A NaN would carry into the sign.
+    bits = scale.view(torch.int32)
+    power = ((bits + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
+    return torch.where(scale.isnan(), scale, power)
 
 
-def _per_row(scales: Tensor, rows: int, size: int) -> Tensor:
-    return scales.repeat_interleave(rows or max(size, 1), 0)[:size]
+def _repeat(scales: Tensor, size: int, total: int) -> Tensor:
+    """Give each of `total` rows the scales of its region of `size` rows (0: all)."""
+    if size == 1:
+        return scales
+    return scales.repeat_interleave(size or max(total, 1), 0)[:total]
 
 
 def _slices(size: int, step: int) -> list[slice]:
     return [slice(at, min(at + step, size)) for at in range(0, size, step)]
-
-
-def _spans(size: int, step: int) -> Iterator[tuple[slice, slice, int]]:
-    """Yield the regions of a dimension: the whole ones, then the partial last one.
-
-    Each is a slice of the scales, the slice of the elements, and elements a region.
-    """
-    step = step or max(size, 1)
-    whole = size // step
-    if whole:
-        yield slice(0, whole), slice(0, whole * step), step
-    if size % step:
-        yield slice(whole, whole + 1), slice(whole * step, size), size % step
-
-
-def _regions(matrix: Tensor, height: int, width: int) -> Tensor:
-    """View whole regions as (row of regions, row, column of regions, column)."""
-    rows, cols = matrix.shape
-    return matrix.view(rows // height, height, cols // width, width)
