@@ -1,24 +1,23 @@
 """Build the precision graph of a captured graph."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jetrl_compile.capture import CapturedGraph, CapturedNode, Ref
 from jetrl_compile.describe import Description, describe
-from jetrl_compile.formats import FLOATING, Flow
+from jetrl_compile.formats import Flow
 from jetrl_compile.fused_layers import FusedLayers
 from jetrl_compile.gemm_sites import GemmSite, GemmSites
-from jetrl_compile.node_groups import Group, Grouping
 from jetrl_compile.lowered_flow import lowered_flow, lowered_provider
-from jetrl_compile.op_classes import ADD_NORMS, GATED_ACTIVATIONS, LOWERED_GEMM, ROPES
+from jetrl_compile.node_groups import Group, Grouping
+from jetrl_compile.op_classes import ADD_NORMS, LOWERED_GEMM, ROPES
 from jetrl_compile.precision_graph import Edge, Operator, PrecisionGraph, make_graph
 from jetrl_compile.tensor_sources import TensorSources, narrower
 
 # What an opaque add+norm rounds the residual sum to before it normalizes.
 _ADD_NORM_SUM = {"vllm_ir.fused_add_rms_norm": "fp32", "_C.fused_add_rms_norm": "bf16"}
-_BATCH_INVARIANT_PROVIDERS = {"reference": True}
 
 
 @dataclass(frozen=True)
@@ -37,25 +36,35 @@ class BuiltGraph:
     node_of: Mapping[str, str]
 
 
-def build_precision_graph(captured: CapturedGraph, **meta: Any) -> BuiltGraph:
+def build_precision_graph(
+    captured: CapturedGraph,
+    batch_invariant: Mapping[str, bool] | None = None,
+    **meta: Any,
+) -> BuiltGraph:
     """Return the precision graph of a captured graph, in time linear in its size.
 
     Args:
         captured: A joint, inference or Dynamo-level graph.
+        batch_invariant: For each GEMM provider whether a row's result is independent
+            of the batch.
         **meta: The graph's `meta`.
     """
-    return _Builder(captured).build(meta)
+    return _Builder(captured, batch_invariant or {}).build(meta)
 
 
 class _Builder:
-    def __init__(self, captured: CapturedGraph) -> None:
+    def __init__(
+        self, captured: CapturedGraph, batch_invariant: Mapping[str, bool]
+    ) -> None:
+        self.batch_invariant = batch_invariant
         self.sources = TensorSources(captured)
         self.nodes = self.sources.nodes
         self.sites = GemmSites(self.sources)
         self.grouping = Grouping(self.sources, self.sites)
         self.fused = FusedLayers(self.sources, self.sites)
         self.operators: list[Operator] = []
-        self.edges: list[Edge] = []
+        # Edges whose sources are looked up when every operator is known.
+        self.pending: list[Callable[[], list[Edge]]] = []
         self.names: Counter[str] = Counter()
         # For each node, the operators of its results: one, or one a slot.
         self.made: dict[int, list[str]] = {}
@@ -63,7 +72,11 @@ class _Builder:
         self.node_of: dict[str, str] = {}
 
     def build(self, meta: Mapping[str, Any]) -> BuiltGraph:
-        last = {group.nodes[-1]: group for group in self.grouping.groups}
+        # An operator stands where its result is ready; masks and positions come first.
+        last = {
+            group.nodes[0 if group.shape == "index" else -1]: group
+            for group in self.grouping.groups
+        }
         inputs = 0
         for index, node in enumerate(self.nodes):
             if node.op == "placeholder":
@@ -80,7 +93,7 @@ class _Builder:
                 self._group(last[index])
             elif node.target.startswith("jetrl.") and index not in self.made:
                 continue
-        edges = self._with_saved()
+        edges = self._with_saved([edge for make in self.pending for edge in make()])
         graph = make_graph(self.operators, edges, **meta)
         return BuiltGraph(graph, self.gemms, self.node_of)
 
@@ -99,18 +112,25 @@ class _Builder:
         self.node_of[name] = node.name
         return name
 
-    def _edge(self, target: str, operand: str, read: int, dtype: str = "") -> None:
+    def _edge(self, target: str, operand: str, read: int) -> None:
         """Add the edges of one operand: several where a fused layer made it."""
+
+        def make() -> list[Edge]:
+            source = self.sources.source(read)
+            flow = Flow(source.dtype or "int64")
+            return [
+                Edge(name, target, self._operand(target, operand), flow)
+                for name in self._sources_of(read)
+            ]
+
+        self.pending.append(make)
+
+    def _sources_of(self, read: int) -> list[str]:
+        """The operators that make a tensor: those parts of a fused layer it holds."""
         source = self.sources.source(read)
         made = self._makers(source.index, source.slot)
         parts = self.fused.parts_read(read) if len(made) > 1 else None
-        names = made if parts is None else [made[part] for part in parts]
-        for number, name in enumerate(names):
-            label = self._operand(
-                target, operand if number == 0 else f"{operand}.{number}"
-            )
-            flow = Flow(dtype or source.dtype or "int64")
-            self.edges.append(Edge(name, target, label, flow))
+        return made if parts is None else [made[part] for part in parts]
 
     def _operand(self, target: str, operand: str) -> str:
         key = f"{target} <- {operand}"
@@ -119,7 +139,8 @@ class _Builder:
 
     def _makers(self, index: int, slot: int) -> list[str]:
         group = self.grouping.group_of.get(index)
-        made = self.made.get(index if group is None else group.nodes[-1])
+        at = 0 if group is not None and group.shape == "index" else -1
+        made = self.made.get(index if group is None else group.nodes[at])
         if made is None:
             # Stored codes seen through a dequantize: the parameter that holds them.
             inner = self.sources.inputs[index]
@@ -171,7 +192,7 @@ class _Builder:
     def _gemm(self, index: int, node: CapturedNode, site: GemmSite) -> None:
         lowered = node.target == LOWERED_GEMM
         provider = lowered_provider(node) if lowered else "aten"
-        invariant = _BATCH_INVARIANT_PROVIDERS.get(provider)
+        invariant = self.batch_invariant.get(provider)
         names = []
         for module, params in self.fused.split(site):
             name = self._operator(
@@ -194,29 +215,34 @@ class _Builder:
             if lowered:
                 for operand, codes in ((left, 0), (right, 2)):
                     read, flow = lowered_flow(self.sources, node, codes, site.role)
-                    self._flow_edge(name, operand, read, flow, number, len(names))
+                    self._gemm_edge(name, operand, read, flow, number, len(names))
             else:
                 a, b = site.a, site.b
                 if site.role == "wgrad" and site.transposed:
                     a, b = b, a
-                self._flow_edge(name, left, a, None, number, len(names))
+                self._gemm_edge(name, left, a, None, number, len(names))
                 flow = Flow(site.weight_dtype) if right == "w" else None
-                self._flow_edge(name, right, b, flow, number, len(names))
+                self._gemm_edge(name, right, b, flow, number, len(names))
         if site.bias is not None and not lowered:
             self.made[index] = []
             for name in names:
                 self._bias(index, name, site)
 
-    def _flow_edge(
+    def _gemm_edge(
         self, name: str, operand: str, read: int, flow: Flow | None, part: int, of: int
     ) -> None:
-        source = self.sources.source(read)
-        made = self._makers(source.index, source.slot)
-        parts = self.fused.parts_read(read) if len(made) > 1 else None
-        names = made if parts is None else [made[p] for p in parts]
-        if operand == "w" and len(names) == of:
-            names = [names[part]]
-        self.edges.append(Edge(names[0], name, operand, flow or Flow(source.dtype)))
+        """Add an operand of the `part`-th of `of` layers that one GEMM computes."""
+
+        def make() -> list[Edge]:
+            names = self._sources_of(read)
+            own = part if operand == "w" and len(names) == of else 0
+            used = flow or Flow(self.sources.source(read).dtype)
+            return [Edge(names[own], name, operand, used)]
+
+        self.pending.append(make)
+
+    def _link(self, source: str, target: str, operand: str, flow: Flow) -> None:
+        self.pending.append(lambda: [Edge(source, target, operand, flow)])
 
     def _bias(self, index: int, gemm: str, site: GemmSite) -> None:
         """The bias that a GEMM kernel adds to its FP32 accumulator."""
@@ -226,12 +252,12 @@ class _Builder:
             index, f"{module}:bias_add", "bias_add", module=module, compute_dtype="fp32"
         )
         self.made[index] = [*made, name]
-        self.edges.append(Edge(gemm, name, "x", Flow("fp32")))
+        self._link(gemm, name, "x", Flow("fp32"))
         assert site.bias is not None
         self._edge(name, "bias", site.bias)
 
     def _group(self, group: Group) -> None:
-        index = group.nodes[-1]
+        index = group.nodes[0 if group.shape == "index" else -1]
         first = self.nodes[group.nodes[0]]
         if first.target in ADD_NORMS:
             self._add_norm(index, first)
@@ -300,10 +326,13 @@ class _Builder:
             if self.sources.source(other).index in self.sites.sites:
                 what.kind, what.role = "bias_add", "bias_add"
                 reads[:] = [other, parameters[0]]
-        elif not parameters and not any(self.sources.is_index[i] for i in makers):
-            if self.nodes[reads[0]].shape == self.nodes[reads[1]].shape:  # noqa: SIM102
-                what.kind, what.role = "residual_add", "residual_add"
-                reads.sort(key=lambda read: self.sources.source(read).index)
+        elif (
+            not parameters
+            and not any(self.sources.is_index[i] for i in makers)
+            and self.nodes[reads[0]].shape == self.nodes[reads[1]].shape
+        ):
+            what.kind, what.role = "residual_add", "residual_add"
+            reads.sort(key=lambda read: self.sources.source(read).index)
 
     def _labelled(
         self, what: Description, reads: list[int], first: CapturedNode
@@ -371,7 +400,7 @@ class _Builder:
             compute_dtype="fp32",
             provider=self._provider(node),
         )
-        self.edges.append(Edge(total, norm, "x", Flow(rounded)))
+        self._link(total, norm, "x", Flow(rounded))
         for read in rest:
             self._edge(norm, "weight", read)
         self.made[index] = [norm, total]
@@ -398,21 +427,21 @@ class _Builder:
             made.append(name)
         self.made[index] = made
 
-    def _with_saved(self) -> list[Edge]:
+    def _with_saved(self, edges: list[Edge]) -> list[Edge]:
         """Mark what of each linear layer's input is kept for backward."""
         saved: dict[str, str] = {}
-        for edge in self.edges:
+        for edge in edges:
             if edge.operand != "x" or not edge.target.endswith(":wgrad"):
                 continue
             name = edge.target.removesuffix(":wgrad")
             node = self.nodes[self.gemms[edge.target].node]
             saved[f"{name}:fprop"] = self._saved_dtype(node, edge)
-        rename = self._rope_names()
-        edges = []
-        for edge in self.edges:
+        rename = self._rope_names(edges)
+        marked = []
+        for edge in edges:
             kept = saved.get(edge.target) if edge.operand == "x" else None
             flow = edge.flow if kept is None else edge.flow.saved_as(kept)
-            edges.append(
+            marked.append(
                 Edge(
                     rename.get(edge.source, edge.source),
                     rename.get(edge.target, edge.target),
@@ -425,7 +454,7 @@ class _Builder:
                 replace(op, name=rename.get(op.name, op.name)) for op in self.operators
             ]
             self.node_of = {rename.get(k, k): v for k, v in self.node_of.items()}
-        return edges
+        return marked
 
     def _saved_dtype(self, node: CapturedNode, edge: Edge) -> str:
         """What is kept of x: FP8 if forward quantized it, or its own dtype."""
@@ -436,23 +465,17 @@ class _Builder:
             return "e4m3"
         return edge.flow.source_dtype or edge.flow.dtype
 
-    def _rope_names(self) -> dict[str, str]:
+    def _rope_names(self, edges: list[Edge]) -> dict[str, str]:
         """Name each rotary embedding by the attention operand that it makes."""
         kinds = {op.name: op.kind for op in self.operators}
         rename: dict[str, str] = {}
-        for edge in self.edges:
+        for edge in edges:
             if edge.operand not in ("q", "k") or kinds.get(edge.target) != "attention":
                 continue
-            if (
-                kinds[edge.source] == "rope"
-                and not edge.source[-2:] == f".{edge.operand}"
+            if kinds[edge.source] == "rope" and not edge.source.endswith(
+                f".{edge.operand}"
             ):
                 module = edge.source.rpartition(":")[0]
                 rename.setdefault(edge.source, f"{module}:rope.{edge.operand}")
         taken = Counter(rename.values())
         return {old: new for old, new in rename.items() if taken[new] == 1}
-
-
-def is_floating(flow: Flow) -> bool:
-    """Whether a flow carries floating values."""
-    return flow.dtype in FLOATING

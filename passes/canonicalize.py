@@ -1,0 +1,102 @@
+"""One spelling for what the later passes match: views, biases, batched GEMMs.
+
+- Equal views of one tensor become one node, so that the siblings of a fused GEMM (q, k
+  and v) read the same x and share its quantization.
+- `addmm` becomes `mm` and `add` where the recipe quantizes the GEMM: an FP8 GEMM has a
+  BF16 result, and the bias is added to that, in the trainer as in vLLM.
+- `bmm` with one weight expanded over the batch becomes `mm` over all tokens.
+
+A graph without such nodes is left as it is.
+"""
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from jetrl_compile.passes.annotate_precision import reason_to_keep
+from jetrl_compile.passes.context import Context, emit
+
+aten = torch.ops.aten
+_VIEWS = (
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.permute.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.alias.default,
+)
+
+
+def canonicalize(context: Context) -> int:
+    """Rewrite the graph; return the number of nodes that were replaced."""
+    if not context.recipe.quantizes(context.phase):
+        return 0
+    count = _merge_views(context) + _split_bias(context) + _flatten_bmm(context)
+    if count:
+        context.graph.eliminate_dead_code()
+        context.changed()
+    return count
+
+
+def _merge_views(context: Context) -> int:
+    seen: dict[Any, Node] = {}
+    count = 0
+    for node in list(context.graph.nodes):
+        if node.op != "call_function" or node.target not in _VIEWS or node.kwargs:
+            continue
+        key = (node.target, _hashable(node.args), node.meta.get("partitioner_tag"))
+        first = seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            context.graph.erase_node(node)
+            count += 1
+    return count
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _gemm_nodes(context: Context, target: Any) -> list[tuple[str, Node]]:
+    """The GEMMs of a spelling that the recipe quantizes: operator name and node."""
+    graph = context.built.graph
+    return [
+        (name, context.nodes[site.node])
+        for name, site in context.built.gemms.items()
+        if context.nodes[site.node].target is target
+        and reason_to_keep(graph, name, context.recipe, context.phase) is None
+    ]
+
+
+def _split_bias(context: Context) -> int:
+    found = {node: None for _, node in _gemm_nodes(context, aten.addmm.default)}
+    for node in found:
+        bias, a, b = node.args
+        with context.graph.inserting_before(node):
+            product = emit(context.graph, aten.mm.default, (a, b), node)
+            total = emit(context.graph, aten.add.Tensor, (product, bias), node)
+        node.replace_all_uses_with(total)
+        context.graph.erase_node(node)
+    if found:
+        context.changed()
+    return len(found)
+
+
+def _flatten_bmm(context: Context) -> int:
+    found = {node: None for _, node in _gemm_nodes(context, aten.bmm.default)}
+    for node in found:
+        a, b = node.args
+        batch, rows, cols = a.meta["val"].shape
+        with context.graph.inserting_before(node):
+            x = emit(
+                context.graph, aten.reshape.default, (a, [batch * rows, cols]), node
+            )
+            w = emit(context.graph, aten.select.int, (b, 0, 0), node)
+            product = emit(context.graph, aten.mm.default, (x, w), node)
+            shape = [batch, rows, product.meta["val"].shape[-1]]
+            result = emit(context.graph, aten.view.default, (product, shape), node)
+        node.replace_all_uses_with(result)
+        context.graph.erase_node(node)
+    return len(found)

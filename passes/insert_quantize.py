@@ -1,0 +1,194 @@
+"""Quantize each operand of each annotated GEMM, once a tensor and direction.
+
+- Siblings that read one tensor share its codes.
+- x for wgrad is quantized in forward from BF16, beside the codes for fprop, and only
+  these FP8 codes are kept for backward; or (recipe `jetrl_paper`) the fprop codes are
+  kept and requantized in backward.
+- A weight is quantized in forward for fprop and again, transposed, in backward for
+  dgrad: the last argument orders the operator behind the gradient, so that no
+  partitioner keeps the second copy from forward to backward.
+- Codes that the model stores (a rollout model) are read as they are.
+"""
+
+import operator
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+from jetrl_compile.errors import LoweringError
+from jetrl_compile.formats import Flow
+from jetrl_compile.gemm_sites import GemmSite
+from jetrl_compile.kernels import ops  # noqa: F401  (registers torch.ops.jetrl)
+from jetrl_compile.passes.context import Context, Quantized, emit
+
+aten = torch.ops.aten
+_TRANSPOSES = (aten.permute.default, aten.t.default, aten.transpose.int)
+
+
+def insert_quantize(context: Context) -> int:
+    """Insert the quantize operators; return how many."""
+    if context.annotated is None:
+        return 0
+    worker = _Inserter(context)
+    order = sorted(context.built.gemms.items(), key=lambda item: item[1].node)
+    for name, site in order:
+        node = context.nodes[site.node]
+        if node in context.operands:
+            worker.check_same(name, node)
+        elif context.annotated.is_fp8(context.annotated.by_name[name]):
+            context.operands[node] = worker.operands(name, site)
+            worker.decided[node] = name
+    return worker.count
+
+
+@dataclass
+class _Inserter:
+    context: Context
+    count: int = 0
+    decided: dict[Node, str] = field(default_factory=dict)
+    made: dict[tuple[object, ...], Quantized] = field(default_factory=dict)
+    forward_x: dict[str, tuple[Node, Quantized, Flow]] = field(default_factory=dict)
+
+    def check_same(self, name: str, node: Node) -> None:
+        """Check that all layers of a fused GEMM have the same flows."""
+        annotated = self.context.annotated
+        assert annotated is not None
+        first = self.decided[node]
+        a, b = (
+            {k: e.flow for k, e in annotated.operands[n].items()} for n in (first, name)
+        )
+        if a != b:
+            raise LoweringError(
+                f"{first} and {name} are one GEMM but the recipe gives them different "
+                "flows; name both or neither in the recipe"
+            )
+
+    def operands(self, name: str, site: GemmSite) -> tuple[Quantized, Quantized]:
+        """Return the two quantized operands of a GEMM, left then right."""
+        annotated = self.context.annotated
+        assert annotated is not None
+        flows = {k: e.flow for k, e in annotated.operands[name].items()}
+        node = self.context.nodes[site.node]
+        left, right = self.context.nodes[site.a], self.context.nodes[site.b]
+        if site.role == "fprop":
+            x = self._quantize(left, flows["x"], False, node)
+            self.forward_x[site.module] = (left, x, flows["x"])
+            self._wgrad_in_forward(site, left, node)
+            return x, self._weight(site, flows["w"], node, None)
+        if site.role == "dgrad":
+            dy = self._quantize(left, flows["dy"], False, node)
+            return dy, self._weight(site, flows["w"], node, dy.codes)
+        if site.transposed:  # mm(x^T, dy): compute dy^T x and transpose the result
+            dy_node, dy_flip = _untransposed(right)
+            x_node, x_flip = _untransposed(left)
+            return (
+                self._quantize(dy_node, flows["dy"], not dy_flip, node),
+                self._wgrad_x(site, x_node, x_flip, flows["x"], node),
+            )
+        dy_node, dy_flip = _untransposed(left)
+        x_node, x_flip = _untransposed(right)
+        return (
+            self._quantize(dy_node, flows["dy"], dy_flip, node),
+            self._wgrad_x(site, x_node, not x_flip, flows["x"], node),
+        )
+
+    def _wgrad_in_forward(self, site: GemmSite, x: Node, anchor: Node) -> None:
+        """Make wgrad's copy of x in forward, where the layer has a wgrad."""
+        annotated, recipe = self.context.annotated, self.context.recipe
+        wgrad = f"{site.module}:wgrad"
+        assert annotated is not None and recipe.flows is not None
+        if recipe.flows.saved_x != "wgrad_operand" or wgrad not in annotated.operands:
+            return
+        flow = annotated.operands[wgrad]["x"].flow
+        if flow.is_quantized:
+            self._quantize(x, flow, True, anchor)
+
+    def _wgrad_x(
+        self, site: GemmSite, x: Node, transpose: bool, flow: Flow, anchor: Node
+    ) -> Quantized:
+        if flow.source_dtype != "e4m3":
+            return self._quantize(x, flow, transpose, anchor)
+        made = self.forward_x.get(site.module)
+        if made is None or made[0] is not x:
+            raise LoweringError(
+                f"{site.module}:wgrad reads an x whose fprop codes are not at hand; "
+                "use the recipe 'jetrl', which quantizes it from BF16"
+            )
+        _, codes, before = made
+        key = ("requantize", codes.codes, str(flow), transpose)
+        if key not in self.made:
+            assert before.granularity is not None and flow.granularity is not None
+            args = (
+                codes.codes,
+                codes.scales,
+                before.granularity.rows,
+                before.granularity.cols,
+                flow.granularity.rows,
+                flow.granularity.cols,
+                transpose,
+                flow.scale_format,
+                flow.amax_floor,
+            )
+            target = torch.ops.jetrl.requantize.default
+            self.made[key] = self._emit(target, args, anchor)
+        return self.made[key]
+
+    def _weight(
+        self, site: GemmSite, flow: Flow, anchor: Node, after: Node | None
+    ) -> Quantized:
+        stored = self.context.nodes[site.weight]
+        if stored.op == "call_function":  # jetrl.dequantize of codes that are stored
+            codes, scales = stored.args[0], stored.args[1]
+            assert isinstance(codes, Node) and isinstance(scales, Node)
+            return Quantized(codes, scales)
+        return self._quantize(stored, flow, not site.transposed, anchor, after)
+
+    def _quantize(
+        self,
+        x: Node,
+        flow: Flow,
+        transpose: bool,
+        anchor: Node,
+        after: Node | None = None,
+    ) -> Quantized:
+        assert flow.granularity is not None
+        backward = after is not None
+        key = (x, str(flow.saved_as(None)), transpose, backward)
+        if key not in self.made:
+            args = (
+                x,
+                flow.granularity.rows,
+                flow.granularity.cols,
+                transpose,
+                flow.scale_format,
+                flow.amax_floor,
+                after,
+            )
+            self.made[key] = self._emit(torch.ops.jetrl.quantize.default, args, anchor)
+        return self.made[key]
+
+    def _emit(
+        self, target: torch._ops.OpOverload, args: tuple[object, ...], anchor: Node
+    ) -> Quantized:
+        graph = self.context.graph
+        self.count += 1
+        with graph.inserting_before(anchor):
+            node = emit(graph, target, args, anchor)
+            parts = [emit_item(graph, node, slot, anchor) for slot in (0, 1)]
+        return Quantized(*parts)
+
+
+def emit_item(graph: torch.fx.Graph, node: Node, slot: int, anchor: Node) -> Node:
+    """Insert the choice of one result of a node that has several."""
+    return emit(graph, operator.getitem, (node, slot), anchor)
+
+
+def _untransposed(node: Node) -> tuple[Node, bool]:
+    """Return the matrix behind a transpose, and whether there was one."""
+    flipped = False
+    while node.op == "call_function" and node.target in _TRANSPOSES:
+        source = node.args[0]
+        assert isinstance(source, Node)
+        node, flipped = source, not flipped
+    return node, flipped

@@ -1,0 +1,70 @@
+"""Read the lowered graph back and compare it with what the recipe asked for.
+
+The graph that will run is built into a precision graph anew, from the operators that
+are in it, and must equal the annotated one, operator by operator and edge by edge.
+"""
+
+from dataclasses import replace
+
+from jetrl_compile.errors import LoweringError
+from jetrl_compile.passes.context import Context
+from jetrl_compile.precision_graph import Operator, PrecisionGraph
+
+
+def verify(context: Context) -> int:
+    """Set `context.final`; return the number of GEMMs that are FP8 in it.
+
+    Raises:
+        LoweringError: The lowered graph differs from the annotated one.
+    """
+    context.graph.lint()
+    annotated = context.annotated
+    found = context.built.graph
+    if annotated is None:
+        context.final = found
+        return 0
+    reasons = {op.name: op.reason for op in annotated.operators}
+    context.final = PrecisionGraph(
+        tuple(_with_reason(op, reasons.get(op.name, "")) for op in found.operators),
+        found.edges,
+        found.meta,
+    )
+    wrong = _differences(annotated, context.final)
+    if wrong:
+        raise LoweringError(
+            f"the lowered graph differs from the annotated one in {len(wrong)} places, "
+            f"first: {wrong[0]}; this is a fault of the compiler, please report it"
+        )
+    return sum(context.final.is_fp8(op) for op in context.final.gemms())
+
+
+def _with_reason(operator: Operator, reason: str) -> Operator:
+    return replace(operator, reason=reason) if reason else operator
+
+
+def _differences(wanted: PrecisionGraph, found: PrecisionGraph) -> list[str]:
+    wrong = [
+        f"{name} is missing" for name in wanted.by_name if name not in found.by_name
+    ]
+    wrong += [f"{name} is new" for name in found.by_name if name not in wanted.by_name]
+    for name, operator in wanted.by_name.items():
+        other = found.by_name.get(name)
+        # The provider and what it says of itself are chosen after annotation.
+        if other is not None and operator != replace(
+            other,
+            provider=operator.provider,
+            batch_invariant=operator.batch_invariant,
+        ):
+            wrong.append(f"{operator} became {other}")
+    for key, edge in wanted.by_key.items():
+        read = found.by_key.get(key)
+        if read is None:
+            wrong.append(f"edge '{edge}' is missing")
+        elif read != edge:
+            wrong.append(f"edge '{edge}' became '{read}'")
+    wrong += [
+        f"edge '{edge}' is new"
+        for key, edge in found.by_key.items()
+        if key not in wanted.by_key
+    ]
+    return wrong
