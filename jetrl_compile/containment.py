@@ -173,7 +173,7 @@ class _Check:
         left = {name: mine[name].flow for name in shared}
         right = {name: theirs[name].flow for name in shared}
         fp8 = bool(left) and all(flow.is_quantized for flow in left.values())
-        self.counts["GEMMs FP8 in rollout"] += fp8
+        self.counts["FP8 GEMMs in rollout"] += fp8
         if left and fp8 != all(flow.is_quantized for flow in right.values()):
             self.one_sided.add(op.name)
             dtypes = _dtypes(left), _dtypes(right)

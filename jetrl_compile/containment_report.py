@@ -131,6 +131,9 @@ class ContainmentReport:
             run = [str(item.level) for item in self.levels if item.status == "passed"]
             return f"contained (levels {', '.join(run)} passed)"
         failed = [f"{x.level} {x.name}" for x in self.levels if x.status == "failed"]
+        where = f"(level {', '.join(failed)})"
         number = len(self.differences)
+        if not number:
+            return f"not contained {where}"
         plural = "" if number == 1 else "s"
-        return f"not contained: {number} difference{plural} (level {', '.join(failed)})"
+        return f"not contained: {number} difference{plural} {where}"

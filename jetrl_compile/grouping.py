@@ -1,11 +1,11 @@
 """Differences merged over repeated layers, the cause first."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jetrl_compile.containment_report import ContainmentReport
-from jetrl_compile.differences import Difference
+from jetrl_compile.containment_report import ContainmentReport, Listed
+from jetrl_compile.differences import Difference, attribute_label, remedy
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a path component that is a number
 _LAYER_WORDS = ("layers", "layer", "blocks", "block", "h")
@@ -69,46 +69,140 @@ def group_differences(
     found = report.differences if isinstance(report, ContainmentReport) else report
     groups: dict[tuple[object, ...], list[Difference]] = {}
     for item in found:
-        path, role = _split(item.operator)
         key: tuple[object, ...] = (
             item.level,
             item.attribute,
             _value(item, item.rollout),
             _value(item, item.train),
-            f"{_NUMBER.sub('*', path)}{role}",
-            item.operand,
+            pattern(item.name),
         )
         groups.setdefault(key, []).append(item)
     ordered = sorted(groups.values(), key=lambda items: (items[0].level, -len(items)))
     return tuple(_group(items) for items in ordered)
 
 
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Groups that differ in nothing but their place: probably one cause.
+
+    Attributes:
+        groups: The most frequent first; never empty.
+    """
+
+    groups: tuple[DifferenceGroup, ...]
+
+    @property
+    def level(self) -> int:
+        """The level of all of them."""
+        return self.groups[0].level
+
+    @property
+    def attribute(self) -> str:
+        """The attribute of all of them."""
+        return self.groups[0].attribute
+
+    @property
+    def size(self) -> int:
+        """How many differences they hold in all."""
+        return sum(len(group.differences) for group in self.groups)
+
+    @property
+    def title(self) -> str:
+        """What differs, without the places."""
+        group = self.groups[0]
+        if group.attribute == "operator":
+            return f"operator of kind {group.rollout} is in rollout, not in train"
+        if group.attribute == "edge":
+            return "operand is read in rollout, not in train"
+        if group.attribute == "source":
+            return "operand is read from another operator"
+        if group.rollout is None and group.train is None:
+            return f"difference in {attribute_label(group.attribute)}"
+        first, second = (
+            "not set" if value is None else value or "not known"
+            for value in (group.rollout, group.train)
+        )
+        label = attribute_label(group.attribute)
+        return f"{label} is {first} in rollout, {second} in train"
+
+    @property
+    def remedy(self) -> str:
+        """What to do about it, "" where nothing is known to help."""
+        return remedy(self.attribute)
+
+    def places(self) -> list[str]:
+        """Return one line for each group: where, and what only this place tells."""
+        lines = []
+        for group in self.groups:
+            first = group.differences[0]
+            if first.rollout is None and first.train is None:
+                lines.append(group.message)
+            elif self.attribute == "source":
+                lines.append(f"{group.where}: {group.rollout}, in train {group.train}")
+            elif self.attribute == "edge":
+                lines.append(f"{group.where}: {group.rollout}")
+            else:
+                lines.append(group.where)
+        return lines
+
+
 def group_causes(
-    groups: Iterable[DifferenceGroup],
-) -> tuple[tuple[DifferenceGroup, ...], ...]:
-    """Put groups together that differ in nothing but their place.
+    found: ContainmentReport | Iterable[Difference],
+) -> tuple[Cause, ...]:
+    """Merge differences as `group_differences` does, then equal ones at other places.
 
     Args:
-        groups: What `group_differences` returned.
+        found: A report, for its differences, or differences.
 
     Returns:
-        Groups of the same level, attribute and values; again the lowest level first,
-        then the one with the most differences.
+        Causes: the lowest level first, then the one with the most differences.
     """
     causes: dict[tuple[object, ...], list[DifferenceGroup]] = {}
-    for group in groups:
+    for group in group_differences(found):
         values = (group.rollout, group.train) if group.attribute not in _NAMED else ()
         key = (group.level, group.attribute, *values)
         causes.setdefault(key, []).append(group)
-    return tuple(
-        tuple(cause)
-        for cause in sorted(causes.values(), key=lambda x: (x[0].level, -size(x)))
+    merged = [Cause(tuple(groups)) for groups in causes.values()]
+    return tuple(sorted(merged, key=lambda cause: (cause.level, -cause.size)))
+
+
+def where(names: Sequence[str]) -> str:
+    """Return one text for names that differ in nothing but the numbers of layers.
+
+    Args:
+        names: Operator or edge names, at least one.
+
+    Returns:
+        The name itself for a single one, else for example
+        "36 layers (model.layers.0-35), mlp.up_proj:fprop".
+    """
+    if len(names) == 1:
+        return names[0]
+    split = [_split(name) for name in names]
+    rows = [[int(number) for number in _NUMBER.findall(path)] for path, _ in split]
+    columns = list(zip(*rows, strict=True))
+    if not columns:
+        return f"{len(names)} times {names[0]}"
+    path, role = split[0]
+    first, *rest = _NUMBER.split(path)
+    numbers = [ranges(column) for column in columns]
+    tail = "".join(
+        number + piece for number, piece in zip(["", *numbers[1:]], rest, strict=True)
     )
+    tail = (tail + role).removeprefix(".")
+    count = len(set(columns[0]))
+    is_layer = first.rstrip(".").rpartition(".")[2] in _LAYER_WORDS
+    word = ("layer" if is_layer else "place") + ("" if count == 1 else "s")
+    text = f"{count} {word} ({first}{numbers[0]})"
+    if len(names) != count:
+        text = f"{len(names)} places in {text}"
+    return f"{text}, {tail}" if tail else text
 
 
-def size(groups: Iterable[DifferenceGroup]) -> int:
-    """Return how many differences groups hold in all."""
-    return sum(len(group.differences) for group in groups)
+def pattern(name: str) -> str:
+    """Return a name with the numbers in its module path as "*"."""
+    path, role = _split(name)
+    return f"{_NUMBER.sub('*', path)}{role}"
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -134,46 +228,50 @@ def _split(name: str) -> tuple[str, str]:
 def _value(item: Difference, value: str | None) -> str | None:
     if value is None or item.attribute not in _NAMED:
         return value
-    path, role = _split(value)
-    return f"{_NUMBER.sub('*', path)}{role}"
+    return pattern(value)
 
 
 def _group(items: list[Difference]) -> DifferenceGroup:
     first = items[0]
-    path, role = _split(first.operator)
-    tail = role + (f".{first.operand}" if first.operand else "")
     return DifferenceGroup(
         first.level,
         first.attribute,
         _value(first, first.rollout),
         _value(first, first.train),
-        _NUMBER.sub("*", path) + tail,
-        _where(items) if len(items) > 1 else first.name,
+        pattern(first.name),
+        where([item.name for item in items]),
         tuple(items),
     )
 
 
-def _where(items: list[Difference]) -> str:
-    paths = [_split(item.operator)[0] for item in items]
-    columns = list(
-        zip(*(map(int, _NUMBER.findall(path)) for path in paths), strict=True)
+@dataclass(frozen=True, slots=True)
+class ListedGroup:
+    """Listed operators that differ in nothing but the numbers of their layers.
+
+    Attributes:
+        where: As `where` gives it.
+        sides: The graphs that have them.
+        reason: Why they are listed.
+        count: How many they are.
+    """
+
+    where: str
+    sides: tuple[str, ...]
+    reason: str
+    count: int
+
+    def __str__(self) -> str:
+        only = f" (in {self.sides[0]} only)" if len(self.sides) == 1 else ""
+        return f"{self.where}{only}" + (f": {self.reason}" if self.reason else "")
+
+
+def group_listed(listed: Iterable[Listed]) -> tuple[ListedGroup, ...]:
+    """Merge listed operators over repeated layers, in order of appearance."""
+    groups: dict[tuple[str, tuple[str, ...], str], list[str]] = {}
+    for item in listed:
+        key = (pattern(item.name), item.sides, item.reason)
+        groups.setdefault(key, []).append(item.name)
+    return tuple(
+        ListedGroup(where(names), sides, reason, len(names))
+        for (_, sides, reason), names in groups.items()
     )
-    name = items[0].name
-    if not columns:
-        return f"{len(items)} times {name}"
-    pieces = _NUMBER.split(_split(name)[0] if ":" in name else name)
-    texts = [ranges(column) for column in columns]
-    prefix = pieces[0] + texts[0]
-    rest = "".join(
-        text + piece for text, piece in zip(["", *texts[1:]], pieces[1:], strict=True)
-    )
-    rest = (
-        rest.removeprefix(".") + name[len(_split(name)[0]) :] if ":" in name else rest
-    )
-    number = len(set(columns[0]))
-    layers = pieces[0].rstrip(".").rpartition(".")[2] in _LAYER_WORDS
-    word = ("layer" if layers else "place") + ("" if number == 1 else "s")
-    where = f"{number} {word} ({prefix})"
-    if len(items) != number:
-        where = f"{len(items)} places in {where}"
-    return f"{where}, {rest.removeprefix('.')}" if rest else where

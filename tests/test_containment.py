@@ -36,7 +36,7 @@ def test_contained(strict: bool) -> None:
     assert report.high_precision[0].sides == ("rollout", "train")
     assert "lm_head" in report.high_precision[0].reason
     assert report.rollout_meta["engine"] == "vllm"
-    assert report.counts["GEMMs FP8 in rollout"] == 14
+    assert report.counts["FP8 GEMMs in rollout"] == 14
     assert report.counts["operators without precision, not compared"] == 3
 
 

@@ -33,18 +33,18 @@ def test_groups_put_the_cause_first() -> None:
     )
     report = check_containment(rollout, decoder_graph("train", 12))
     groups_ = group_differences(report)
-    causes = group_causes(groups_)
-    assert [cause[0].attribute for cause in causes] == [
+    causes = group_causes(report)
+    assert [cause.attribute for cause in causes] == [
         "fp8",
         "scale_format",
         "params.eps",
     ]
     assert groups_[0].where == "model.layers.3.self_attn.q_proj:fprop"
-    q_proj = next(g for g in causes[1] if "q_proj" in g.place)
+    q_proj = next(g for g in causes[1].groups if "q_proj" in g.place)
     assert q_proj.where == (
         "11 layers (model.layers.0-2,4-11), self_attn.q_proj:fprop.w"
     )
-    assert causes[2][0].message == (
+    assert causes[2].groups[0].message == (
         "12 layers (model.layers.0-11), input_layernorm:norm: param eps is 1e-05 in "
         "rollout, 1e-06 in train"
     )

@@ -1,0 +1,70 @@
+"""The report as JUnit XML: one test case a level."""
+
+import re
+import xml.etree.ElementTree as ET
+
+from jetrl_compile.containment_report import ContainmentReport, LevelResult
+from jetrl_compile.grouping import group_causes
+from jetrl_compile.report_text import cause_heading, shortened
+
+SUITE = "jetrl.containment"
+_ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def junit_report(report: ContainmentReport) -> str:
+    """Return the report as JUnit XML.
+
+    A level that failed is a failure. Level 1 or 2 without a result is an error, since
+    containment could then not be told; another level that was not run is skipped.
+    """
+    root = ET.Element("testsuites")
+    suite = ET.SubElement(root, "testsuite", name=SUITE)
+    properties = ET.SubElement(suite, "properties")
+    for side, meta in (("rollout", report.rollout_meta), ("train", report.train_meta)):
+        for key, value in meta.items():
+            ET.SubElement(
+                properties,
+                "property",
+                name=_legal(f"{side}.{key}"),
+                value=_legal(value),
+            )
+    for level in report.levels:
+        _test_case(suite, report, level)
+    kinds = [child.tag for case in suite.iter("testcase") for child in case]
+    suite.set("tests", str(len(report.levels)))
+    for name, tag in (("failures", "failure"), ("errors", "error"), ("skipped",) * 2):
+        suite.set(name, str(kinds.count(tag)))
+    ET.SubElement(suite, "system-out").text = _legal(report.verdict())
+    ET.indent(root)
+    text = ET.tostring(root, encoding="unicode")
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n'
+
+
+def _test_case(
+    suite: ET.Element, report: ContainmentReport, level: LevelResult
+) -> None:
+    name = f"level {level.level} {level.name}"
+    case = ET.SubElement(suite, "testcase", classname=SUITE, name=name)
+    if level.status == "failed":
+        causes = [cause for cause in group_causes(report) if cause.level == level.level]
+        lines = [level.reason] if level.reason else []
+        for cause in causes:
+            lines.append(cause_heading(cause))
+            lines += [f"  {line}" for line in shortened(cause.places())]
+            if cause.remedy:
+                lines.append(f"  -> {cause.remedy}")
+        headings = [cause_heading(cause) for cause in causes] or [level.reason]
+        message = headings[0]
+        if len(headings) > 1:
+            message += f", and {len(headings) - 1} more"
+        failure = ET.SubElement(case, "failure", message=_legal(message))
+        failure.set("type", level.name)
+        failure.text = _legal("\n".join(lines))
+    elif level.status == "not run":
+        tag = "error" if level.level in (1, 2) else "skipped"
+        ET.SubElement(case, tag, message=_legal(level.reason))
+
+
+def _legal(text: str) -> str:
+    """Return a text without the characters that XML 1.0 cannot hold."""
+    return _ILLEGAL.sub("", text)
