@@ -2,7 +2,7 @@
 
 from jetrl_compile.capture import CapturedNode, Ref
 from jetrl_compile.gemm_sites import FUSED_LAYERS, GemmSite, GemmSites
-from jetrl_compile.op_classes import GATED_ACTIVATIONS, SPLITS
+from jetrl_compile.op_classes import GATED_ACTIVATIONS, LOWERED_GEMM, SPLITS
 from jetrl_compile.precision_graph import Scalar
 from jetrl_compile.tensor_sources import TensorSources
 
@@ -85,26 +85,23 @@ class FusedLayers:
         ]
 
     def _shape(self, site: GemmSite) -> tuple[int, int]:
-        """N and K of the layer, from its stored weight (or its codes)."""
-        shape = self.sources.nodes[site.weight].shape
-        first, second = (d if d is not None else -1 for d in (*shape, 0, 0)[:2])
-        transposed = site.transposed
-        if self.sources.nodes[site.node].target == "jetrl.gemm":
-            forward = self.sites.sites.get(site.node)
-            out = self.sources.nodes[site.node].shape[-1]
-            same = forward is not None and site.role == "fprop" and out == second
-            return (second, first) if same and first != second else (first, second)
-        if site.role == "dgrad":
-            transposed = not transposed
+        """N and K of the layer, from the GEMM's operands or result; -1 if dynamic."""
+        nodes = self.sources.nodes
+        node = nodes[site.node]
+        a, b = nodes[site.a].shape, nodes[site.b].shape
+        if node.target == LOWERED_GEMM:  # a b^T
+            n, k = {
+                "fprop": (b[0], b[1]),
+                "dgrad": (b[1], b[0]),
+                "wgrad": (a[0], b[0]),
+            }[site.role]
         elif site.role == "wgrad":
-            return self._forward_shape(site)
-        return (first, second) if transposed else (second, first)
-
-    def _forward_shape(self, site: GemmSite) -> tuple[int, int]:
-        for other in self.sites.sites.values():
-            if other.role == "fprop" and other.module == site.module:
-                return self._shape(other)
-        return (-1, -1)
+            n, k = node.shape[::-1] if site.transposed else node.shape
+        elif site.role == "dgrad" or node.target == "linear":
+            n, k = b[-2:]
+        else:
+            k, n = b[-2:]
+        return (-1 if n is None else n, -1 if k is None else k)
 
     def _cuts(self, index: int, rows: int, parts: int) -> list[int] | None:
         """Where the readers cut a fused result; halves of a gated activation too."""

@@ -32,7 +32,7 @@ class GemmSite:
         weight: The weight's node; for wgrad, that of the weight it is the gradient of.
         transposed: Whether the matrix that multiplies from the right is the stored
             weight transposed (nn.Linear: True in fprop; Conv1D: False). For wgrad,
-            whether the result is the gradient of the stored weight transposed.
+            whether it is written x^T dy, with a (K, N) result, instead of dy^T x.
         a: The node read as the left operand; b: as the right operand, -1 if lowered
             operands hide it.
         bias: The node of a bias that the same operator adds, or None.
@@ -190,14 +190,13 @@ class GemmSites:
         rows, cols = node.shape[-2:]
         x = self._matrix(forward.a)
         if self._matrix(b) == x:
-            transposed = not forward.transposed
+            transposed = False
         elif self._matrix(a) == x:
-            transposed = forward.transposed
+            transposed = True
         else:
             return None
-        if len(stored) == 2 and (rows, cols) != (
-            stored[::-1] if transposed else stored
-        ):
+        wanted = stored if transposed != forward.transposed else stored[::-1]
+        if len(stored) == 2 and (rows, cols) != wanted:
             return None
         return GemmSite(
             index, "wgrad", forward.module, forward.weight, transposed, a, b

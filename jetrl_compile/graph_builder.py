@@ -165,6 +165,8 @@ class _Builder:
                 compute_dtype="fp32",
             )
             return
+        if self._holds_scales(index):
+            return  # part of the flow of the edge that reads the codes
         module = node.module.rpartition(".")[0]
         parts = self.fused.parameter_names(index) or [node.module]
         names = []
@@ -178,6 +180,18 @@ class _Builder:
             )
             names += self.made[index]
         self.made[index] = names
+
+    def _holds_scales(self, index: int) -> bool:
+        """Whether a buffer is read only as the scales of stored codes."""
+        users = [self.nodes[user] for user in self.sources.users[index]]
+        at = {"jetrl.dequantize": (1,), LOWERED_GEMM: (1, 3)}
+        return bool(users) and all(
+            any(
+                isinstance(user.args[slot], Ref) and user.args[slot].index == index
+                for slot in at.get(user.target, ())
+            )
+            for user in users
+        )
 
     def _output(self, index: int, node: CapturedNode) -> None:
         target = self._operator(index, "output", "output", module="")

@@ -70,15 +70,6 @@ def _without_reason(operator: Operator) -> Operator:
     return operator
 
 
-def reason_to_keep(
-    graph: PrecisionGraph, name: str, recipe: Recipe, phase: str
-) -> str | None:
-    """Return why the GEMM of that name stays in high precision, or None for FP8."""
-    module = graph.by_name[name].module
-    role = linear_roles(graph).get(module, "linear")
-    return recipe.reason_to_keep(module, role, phase)
-
-
 def linear_roles(graph: PrecisionGraph) -> dict[str, str]:
     """Return the modules that are no plain linear layer: "lm_head" or "router".
 
@@ -105,9 +96,7 @@ def linear_roles(graph: PrecisionGraph) -> dict[str, str]:
     return roles
 
 
-def _chooses(
-    graph: PrecisionGraph, name: str, readers: dict[str, list[str]]
-) -> bool:
+def _chooses(graph: PrecisionGraph, name: str, readers: dict[str, list[str]]) -> bool:
     """Whether a GEMM's result reaches a choice of experts."""
     pending = deque(readers.get(name, ()))
     seen: set[str] = set()
@@ -146,5 +135,3 @@ def _annotate(edge: Edge, lowered: set[str], recipe: Recipe) -> Edge:
         # FP8 GEMMs of fprop and dgrad give BF16.
         return replace(edge, flow=replace(edge.flow, dtype="bf16"))
     return edge
-
-

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from jetrl_compile.passes.annotate_precision import reason_to_keep
+from jetrl_compile.passes.annotate_precision import annotate_precision
 from jetrl_compile.passes.context import Context, emit
 
 aten = torch.ops.aten
@@ -61,12 +61,19 @@ def _hashable(value: Any) -> Any:
 
 def _gemm_nodes(context: Context, target: Any) -> list[tuple[str, Node]]:
     """The GEMMs of a spelling that the recipe quantizes: operator name and node."""
-    graph = context.built.graph
-    return [
-        (name, context.nodes[site.node])
-        for name, site in context.built.gemms.items()
+    built = context.built
+    spelled = {
+        name: context.nodes[site.node]
+        for name, site in built.gemms.items()
         if context.nodes[site.node].target is target
-        and reason_to_keep(graph, name, context.recipe, context.phase) is None
+    }
+    if not spelled:
+        return []
+    graph = annotate_precision(built.graph, context.recipe, context.phase)
+    return [
+        (name, node)
+        for name, node in spelled.items()
+        if graph.is_fp8(graph.by_name[name])
     ]
 
 

@@ -97,7 +97,8 @@ class _Inserter:
         """Make wgrad's copy of x in forward, where the layer has a wgrad."""
         annotated, recipe = self.context.annotated, self.context.recipe
         wgrad = f"{site.module}:wgrad"
-        assert annotated is not None and recipe.flows is not None
+        assert annotated is not None
+        assert recipe.flows is not None
         if recipe.flows.saved_x != "wgrad_operand" or wgrad not in annotated.operands:
             return
         flow = annotated.operands[wgrad]["x"].flow
@@ -118,7 +119,8 @@ class _Inserter:
         _, codes, before = made
         key = ("requantize", codes.codes, str(flow), transpose)
         if key not in self.made:
-            assert before.granularity is not None and flow.granularity is not None
+            assert before.granularity is not None
+            assert flow.granularity is not None
             args = (
                 codes.codes,
                 codes.scales,
@@ -140,7 +142,8 @@ class _Inserter:
         stored = self.context.nodes[site.weight]
         if stored.op == "call_function":  # jetrl.dequantize of codes that are stored
             codes, scales = stored.args[0], stored.args[1]
-            assert isinstance(codes, Node) and isinstance(scales, Node)
+            assert isinstance(codes, Node)
+            assert isinstance(scales, Node)
             return Quantized(codes, scales)
         return self._quantize(stored, flow, not site.transposed, anchor, after)
 

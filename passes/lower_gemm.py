@@ -15,6 +15,8 @@ from jetrl_compile.kernels.dispatch import GemmShape, select
 from jetrl_compile.passes.context import Context, emit
 
 aten = torch.ops.aten
+# What the rows of a, the rows of b and the contraction are.
+_ORDER = {"fprop": "MNK", "dgrad": "MKN", "wgrad": "NKM"}
 _SEEN_THROUGH = (aten.permute.default, aten.t.default, aten.transpose.int)
 
 
@@ -51,19 +53,23 @@ def _lower(context: Context, name: str, site: GemmSite, node: Node) -> None:
     out = torch.bfloat16
     if site.role == "wgrad":
         out = torch.float32 if _only_cast_to_fp32(node) else wanted
+    # Rows of a, rows of b, contraction: which of M, N and K they are, by role.
+    sizes = (_static(a.codes, 0), _static(b.codes, 0), _static(a.codes, 1))
+    m, n, k = (sizes[_ORDER[site.role].index(dim)] for dim in "MNK")
     shape = GemmShape(
-        site.role,
-        _static(a.codes, 0),
-        _static(b.codes, 0),
-        _static(a.codes, 1),
-        a_flow,
-        b_flow,
-        short_name(out),
-        node.meta["val"].device.type,
+        role=site.role,
+        n=-1 if n is None else n,
+        k=-1 if k is None else k,
+        a=a_flow,
+        b=b_flow,
+        m=m,
+        out_dtype=short_name(out),
+        device_type=node.meta["val"].device.type,
     )
     choice = select(shape, context.providers)
     context.choices[name] = choice
-    assert a_flow.granularity is not None and b_flow.granularity is not None
+    assert a_flow.granularity is not None
+    assert b_flow.granularity is not None
     args = (
         a.codes,
         a.scales,
@@ -127,7 +133,8 @@ def _check_all(context: Context, done: set[Node]) -> None:
     left = [
         op.name
         for op in annotated.gemms()
-        if annotated.is_fp8(op) and context.nodes[context.built.gemms[op.name].node] not in done
+        if annotated.is_fp8(op)
+        and context.nodes[context.built.gemms[op.name].node] not in done
     ]
     if left:
         raise LoweringError(

@@ -1,0 +1,79 @@
+"""The options of `torch.compile(model, backend="jetrl", options={...})`."""
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from jetrl_compile.errors import RecipeError
+from jetrl_compile.kernels.dispatch import get_provider
+from jetrl_compile.recipe import PHASES, Recipe, get_recipe
+
+LOWERINGS = ("inductor", "aot")
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """What the backend was asked for.
+
+    Attributes:
+        recipe: A recipe or its name; default "jetrl".
+        phase: "train" (default; also the trainer's forwards without gradient: old
+            log-prob, reference) or "rollout".
+        lowering: "inductor" (default), or "aot": the passes without Inductor's code
+            generation, for quick runs on a CPU.
+        providers: Names of GEMM providers, the preferred one first.
+        module_path: Path of the compiled module in the whole model, such as
+            "model.layers.0": names in graphs and patterns in recipes are whole paths.
+        report: Called with each `CompileReport`, or a folder that the precision graphs
+            are written to.
+        recorder: Records values while the graphs run (lowering "aot" only); used by
+            the audit.
+    """
+
+    recipe: Recipe
+    phase: str = "train"
+    lowering: str = "inductor"
+    providers: tuple[str, ...] = ("reference",)
+    module_path: str = ""
+    report: Callable[[Any], None] | Path | None = None
+    recorder: Any = None
+
+
+def parse_options(options: Mapping[str, Any] | None) -> CompileOptions:
+    """Return the options with defaults filled in.
+
+    Raises:
+        RecipeError: An option is unknown or has an impossible value.
+        ProviderError: A provider is unknown.
+    """
+    given = dict(options or {})
+    known = [field.name for field in fields(CompileOptions)]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise RecipeError(
+                f"option {name!r} of the backend jetrl is unknown; {hint}known: "
+                f"{', '.join(known)}"
+            )
+    given["recipe"] = get_recipe(given.get("recipe", "jetrl"))
+    providers = given.get("providers", ("reference",))
+    given["providers"] = (
+        (providers,) if isinstance(providers, str) else tuple(providers)
+    )
+    for provider in given["providers"]:
+        get_provider(provider)
+    if isinstance(given.get("report"), str):
+        given["report"] = Path(given["report"])
+    chosen = CompileOptions(**given)
+    for name, value, allowed in (
+        ("phase", chosen.phase, PHASES),
+        ("lowering", chosen.lowering, LOWERINGS),
+    ):
+        if value not in allowed:
+            raise RecipeError(
+                f"option {name}={value!r} is unknown; use {' or '.join(allowed)}"
+            )
+    return chosen

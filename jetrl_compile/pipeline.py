@@ -1,0 +1,144 @@
+"""The passes, in order, and what one run of them reports."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.fx import Graph
+
+import jetrl_compile
+from jetrl_compile.capture import PlaceholderInfo
+from jetrl_compile.passes.annotate_precision import annotate_precision
+from jetrl_compile.passes.canonicalize import canonicalize
+from jetrl_compile.passes.context import Context
+from jetrl_compile.passes.insert_quantize import insert_quantize
+from jetrl_compile.passes.lower_gemm import lower_gemm
+from jetrl_compile.passes.verify import verify
+from jetrl_compile.precision_graph import Operator, PrecisionGraph
+from jetrl_compile.recipe import GEMM_ROLES, Recipe
+
+
+def annotate(context: Context) -> int:
+    """Set `context.annotated`; return the number of GEMMs that are to be FP8."""
+    context.annotated = annotate_precision(
+        context.built.graph, context.recipe, context.phase
+    )
+    return sum(map(context.annotated.is_fp8, context.annotated.gemms()))
+
+
+# Each pass leaves the graph lint-clean, with the true meta["val"] on every node.
+PASSES: tuple[tuple[str, Callable[[Context], int]], ...] = (
+    # One spelling first: the next ones match what it writes.
+    ("canonicalize", canonicalize),
+    # On the canonical graph, so that verify can compare operator by operator.
+    ("annotate_precision", annotate),
+    # Before lowering, while every operand is still a node of its own.
+    ("insert_quantize", insert_quantize),
+    ("lower_gemm", lower_gemm),
+    # Last: it reads the graph that will run.
+    ("verify", verify),
+)
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """What the compiler did with one graph.
+
+    Attributes:
+        module: Path of the compiled module, "" for a whole model.
+        phase: "train" or "rollout".
+        training: Whether the graph holds backward.
+        recipe: The recipe's name.
+        graph: The precision graph of the lowered graph.
+        changes: For each pass, what it counted.
+        providers: For each lowered GEMM, the provider and why it was chosen.
+        from_cache: Whether torch's compile cache held the graph, so that the passes
+            did not run and the graph is the stored one.
+    """
+
+    module: str
+    phase: str
+    training: bool
+    recipe: str
+    graph: PrecisionGraph
+    changes: Mapping[str, int]
+    providers: Mapping[str, str]
+    from_cache: bool = False
+
+    @property
+    def lowered(self) -> dict[str, int]:
+        """The number of FP8 GEMMs by role: fprop, dgrad, wgrad."""
+        found = Counter(
+            op.role.partition(".")[0]
+            for op in self.graph.gemms()
+            if self.graph.is_fp8(op)
+        )
+        return {role: found[role] for role in GEMM_ROLES}
+
+    @property
+    def kept(self) -> list[Operator]:
+        """The GEMMs that stay in high precision, each with its reason."""
+        return self.graph.high_precision_gemms()
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{number} {role}" for role, number in self.lowered.items())
+        where = self.module or "model"
+        stored = " (from the compile cache)" if self.from_cache else ""
+        return f"{where}: {self.phase}, recipe {self.recipe}: {counts} in FP8{stored}"
+
+
+def run_passes(
+    graph: Graph,
+    placeholders: Mapping[str, PlaceholderInfo],
+    recipe: Recipe,
+    phase: str,
+    *,
+    providers: tuple[str, ...] = ("reference",),
+    prefix: str = "",
+    meta: Mapping[str, str] | None = None,
+) -> CompileReport:
+    """Run the passes over a joint or inference graph, in place.
+
+    Args:
+        graph: The graph; its nodes have `meta["val"]`.
+        placeholders: What is known of its placeholders, by name.
+        recipe: The recipe.
+        phase: "train" or "rollout".
+        providers: GEMM providers, the preferred one first.
+        prefix: Path of the compiled module in the whole model.
+        meta: More entries for the precision graph's `meta`.
+
+    Raises:
+        LoweringError: A GEMM that the recipe names was not lowered.
+        ProviderError: No provider accepts a GEMM.
+        ModelError: The model has weights that cannot be quantized.
+    """
+    entries = {"phase": phase, "recipe": recipe.name, **(meta or {})}
+    context = Context(
+        graph, placeholders, recipe, phase, providers, prefix, meta=entries
+    )
+    changes = {name: run(context) for name, run in PASSES}
+    assert context.final is not None
+    return CompileReport(
+        module=prefix,
+        phase=phase,
+        training=any(op.phase == "backward" for op in context.final.operators),
+        recipe=recipe.name,
+        graph=context.final,
+        changes=changes,
+        providers={
+            name: f"{choice.provider.name}: {choice.reason}"
+            for name, choice in context.choices.items()
+        },
+    )
+
+
+def source_hash() -> str:
+    """Return a hash of this package's sources: a new version, a new compile cache."""
+    root = Path(jetrl_compile.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted([*root.glob("*.py"), *root.glob("*/*.py")]):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
