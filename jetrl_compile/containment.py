@@ -204,6 +204,8 @@ class _Check:
                     2, edge.target, "source", edge.source, other.source, edge.operand
                 )
             )
+        if edge.flow is other.flow or edge.flow == other.flow:
+            return
         if edge.target in self.one_sided and edge.operand != "bias":
             return
         integers = is_integer(edge.flow.dtype) and is_integer(other.flow.dtype)
