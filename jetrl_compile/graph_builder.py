@@ -263,7 +263,12 @@ class _Builder:
         module = gemm.rpartition(":")[0]
         made = self.made[index]
         name = self._operator(
-            index, f"{module}:bias_add", "bias_add", module=module, compute_dtype="fp32"
+            index,
+            f"{module}:bias_add",
+            "bias_add",
+            module=module,
+            compute_dtype="fp32",
+            provider="aten",
         )
         self.made[index] = [*made, name]
         self._link(gemm, name, "x", Flow("fp32"))
@@ -289,6 +294,11 @@ class _Builder:
             module = self._module_made(reads[1])
         elif what.kind == "bias_add":
             module = self._module_made(reads[0])
+        elif what.role == "grad_sum":
+            # The module whose gradient is added last.
+            module = self._module_made(
+                max(reads, key=lambda read: self.sources.source(read).index)
+            )
         name = self._operator(
             index,
             f"{module}:{what.role}" if module else f":{what.role}",
