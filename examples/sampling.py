@@ -96,6 +96,7 @@ def sample(
     max_new_tokens: int,
     stop: Sequence[int],
     pad: int,
+    samples: int = 1,
     generator: torch.Generator | None = None,
     temperature: float = 1.0,
     progress: Progress | None = None,
@@ -114,6 +115,8 @@ def sample(
         max_new_tokens: Longest response, in tokens.
         stop: Tokens that end a response.
         pad: What is written after the end of a response.
+        samples: Responses to each prompt; B counts prompts times samples in the result,
+            and the samples of a prompt are neighbours. The prompt is computed once.
         generator: Source of randomness; torch's default if None.
         temperature: What logits are divided by, before log-probs too.
         progress: Called after each step with the steps done and `max_new_tokens`.
@@ -121,9 +124,11 @@ def sample(
     Returns:
         The rollouts; T is the longest response's length.
     """
-    kept: dict[str, Any] = {cache_argument(model): DynamicCache(config=model.config)}
+    cache = DynamicCache(config=model.config)
+    kept: dict[str, Any] = {cache_argument(model): cache}
     stops = torch.tensor(list(stop), device=tokens.device)
-    live = torch.ones(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+    rows = tokens.shape[0] * samples
+    live = torch.ones(rows, dtype=torch.bool, device=tokens.device)
     step_tokens, step_positions = tokens, position_ids(attention_mask)
     masks, log_probs = [], []
     for step in range(max_new_tokens):
@@ -136,6 +141,12 @@ def sample(
             **kept,
         )
         scores = torch.log_softmax(out.logits[:, -1].float() / temperature, dim=-1)
+        if step == 0 and samples > 1:
+            cache.batch_repeat_interleave(samples)
+            tokens, attention_mask, step_positions, scores = (
+                part.repeat_interleave(samples, dim=0)
+                for part in (tokens, attention_mask, step_positions, scores)
+            )
         picked = torch.multinomial(scores.exp(), 1, generator=generator)
         masks.append(live)
         log_probs.append(scores.gather(1, picked).squeeze(1).where(live, 0.0))

@@ -77,6 +77,19 @@ def test_layout() -> None:
     assert rollouts.log_probs.dtype == torch.float32
 
 
+def test_samples_of_a_prompt_are_neighbours() -> None:
+    model = tiny(torch.float64)
+    rollouts = draw(model, samples=3)
+    prompts = rollouts.tokens[:, :4].reshape(6, 3, 4)
+    assert torch.equal(prompts, prompts[:, :1].expand(6, 3, 4))
+    assert rollouts.response_mask.shape[0] == 18
+    assert len({tuple(response) for response in rollouts.responses[:3]}) > 1
+    arguments = (rollouts.tokens, rollouts.attention_mask, rollouts.response_mask)
+    with torch.no_grad():
+        mine = token_log_probs(model, *arguments)
+    torch.testing.assert_close(mine, rollouts.log_probs, rtol=0, atol=1e-6)
+
+
 def test_all_rows_stopped_ends_it() -> None:
     rollouts = draw(tiny(), stop=range(32))
     assert rollouts.response_mask.shape == (6, 1)

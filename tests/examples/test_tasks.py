@@ -1,0 +1,99 @@
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jetrl_compile.errors import ModelError
+from jetrl_compile.examples.tasks import (
+    INSTRUCTION,
+    TASKS,
+    encode,
+    extract_answer,
+    make_tasks,
+    stop_tokens,
+)
+
+pytest.importorskip("reasoning_gym")
+
+
+class TemplateError(Exception):
+    """Named as jinja2's."""
+
+
+class Letters:
+    """A tokenizer of one token a character."""
+
+    eos_token_id = 7
+
+    def __init__(self, chat_template: str | None = "any", system: bool = True) -> None:
+        self.chat_template = chat_template
+        self.system = system
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+        assert options == {"add_generation_prompt": True, "return_dict": True}
+        if messages[0]["role"] == "system" and not self.system:
+            raise TemplateError
+        return self("".join(f"<{m['role']}>{m['content']}" for m in messages))
+
+
+def text(tokens: Any) -> str:
+    return "".join(map(chr, tokens))
+
+
+def test_answers_are_verified() -> None:
+    for task in make_tasks(Letters(), 12, seed=3, names=list(TASKS)):
+        assert task.reward(task.answer) == 1.0
+        assert task.reward(f"There are {task.answer}.") == 1.0
+        assert task.reward("no number") < 0.5
+        assert task.reward(str(int(task.answer) + 1)) < 0.5
+        assert task.question in text(task.prompt)
+
+
+def test_tasks_take_turns_and_depend_on_the_seed_alone() -> None:
+    tasks = make_tasks(Letters(), 5, seed=1, names=["gcd", "count_bits"])
+    kinds = [task.name for task in tasks]
+    assert kinds == ["gcd", "count_bits", "gcd", "count_bits", "gcd"]
+    again = make_tasks(Letters(), 5, seed=1, names=["gcd", "count_bits"])
+    assert [t.prompt for t in again] == [t.prompt for t in tasks]
+    other = make_tasks(Letters(), 5, seed=2, names=["gcd", "count_bits"])
+    assert [t.prompt for t in other] != [t.prompt for t in tasks]
+
+
+def test_a_worked_example_precedes_the_question() -> None:
+    (task,) = make_tasks(Letters(), 1, seed=1, names=["gcd"])
+    prompt = text(task.prompt)
+    assert prompt.startswith(f"<system>{INSTRUCTION}<user>")
+    assert prompt.count("<user>") == 2
+    assert prompt.endswith(f"<user>{task.question}")
+
+
+def test_other_templates() -> None:
+    turns = [("1 + 1?", "2")]
+    no_system = text(encode(Letters(system=False), turns, "2 + 2?"))
+    assert no_system == f"<user>{INSTRUCTION}\n1 + 1?<assistant>2<user>2 + 2?"
+    plain = text(encode(Letters(chat_template=None), turns, "2 + 2?"))
+    assert plain.startswith(INSTRUCTION)
+    assert plain.endswith("Question: 1 + 1?\nAnswer: 2\nQuestion: 2 + 2?\nAnswer:")
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [("7", "7"), ("-7.", "-7"), ("6 of 12", "12"), ("2.5 ", "2.5"), ("none", "")],
+)
+def test_extract_answer(response: str, answer: str) -> None:
+    assert extract_answer(response) == answer
+
+
+def test_stop_tokens() -> None:
+    for own, expected in ((None, [7]), (5, [5, 7]), ([9, 7], [7, 9])):
+        model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=own))
+        assert stop_tokens(model, Letters()) == expected
+    assert stop_tokens(object(), Letters()) == [7]
+
+
+def test_unknown_task() -> None:
+    with pytest.raises(ModelError, match="letter_counting"):
+        make_tasks(Letters(), 1, seed=0, names=["chess"])
