@@ -242,7 +242,7 @@ class Grouping:
         by_label: dict[str, list[int]] = {}
         label: dict[int, str] = {}
         for index in loose:
-            module = nodes[index].module
+            module = nodes[index].module or self._gradient_module(index, label)
             if nodes[index].target in ADDS:
                 parts = {label.get(i, "") for i in self._reads(index)}
                 module = (parts.pop() if len(parts) == 1 else "") or f"+{index}"
@@ -254,6 +254,15 @@ class Grouping:
                 continue
             for part in self._components(members):
                 self._add(part, "backward", module)
+
+    def _gradient_module(self, index: int, label: dict[int, str]) -> str:
+        """The module of the gradient that a node without one reads."""
+        for source in sorted(self._reads(index), reverse=True):
+            node = self.sources.nodes[source]
+            found = label.get(source) or node.module
+            if node.backward and found and not found.startswith("+"):
+                return found
+        return ""
 
 
 def is_activation_class(node: CapturedNode) -> bool:
