@@ -256,11 +256,12 @@ class Grouping:
                 self._add(part, "backward", module)
 
     def _gradient_module(self, index: int, label: dict[int, str]) -> str:
-        """The module of the gradient that a node without one reads."""
-        for source in sorted(self._reads(index), reverse=True):
-            node = self.sources.nodes[source]
-            found = label.get(source) or node.module
-            if node.backward and found and not found.startswith("+"):
+        """The module of what a node without one reads: of a gradient, if it does."""
+        nodes = self.sources.nodes
+        reads = sorted(self._reads(index), key=lambda i: (nodes[i].backward, i))
+        for source in reversed(reads):
+            found = label.get(source) or nodes[source].module
+            if nodes[source].op == "call" and found and not found.startswith("+"):
                 return found
         return ""
 
