@@ -1,5 +1,6 @@
 """The passes, in order, and what one run of them reports."""
 
+import functools
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -8,7 +9,6 @@ from pathlib import Path
 
 from torch.fx import Graph
 
-import jetrl_compile
 from jetrl_compile.capture import PlaceholderInfo
 from jetrl_compile.passes.annotate_precision import annotate_precision
 from jetrl_compile.passes.canonicalize import canonicalize
@@ -135,10 +135,10 @@ def run_passes(
     )
 
 
-def source_hash() -> str:
-    """Return a hash of this package's sources: a new version, a new compile cache."""
-    root = Path(jetrl_compile.__file__).parent
+@functools.cache
+def source_hash(root: Path = Path(__file__).parent) -> str:
+    """Return a hash of a package's sources: a new version, a new compile cache."""
     digest = hashlib.sha256()
     for path in sorted([*root.glob("*.py"), *root.glob("*/*.py")]):
-        digest.update(path.name.encode() + path.read_bytes())
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return digest.hexdigest()

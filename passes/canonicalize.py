@@ -95,15 +95,25 @@ def _flatten_bmm(context: Context) -> int:
     found = {node: None for _, node in _gemm_nodes(context, aten.bmm.default)}
     for node in found:
         a, b = node.args
-        batch, rows, cols = a.meta["val"].shape
-        with context.graph.inserting_before(node):
-            x = emit(
-                context.graph, aten.reshape.default, (a, [batch * rows, cols]), node
-            )
-            w = emit(context.graph, aten.select.int, (b, 0, 0), node)
-            product = emit(context.graph, aten.mm.default, (x, w), node)
-            shape = [batch, rows, product.meta["val"].shape[-1]]
-            result = emit(context.graph, aten.view.default, (product, shape), node)
+        assert isinstance(a, Node)
+        assert isinstance(b, Node)
+        graph = context.graph
+        with graph.inserting_before(node):
+            cols = _size(context, a, 2, node)
+            x = emit(graph, aten.reshape.default, (a, [-1, cols]), node)
+            w = emit(graph, aten.select.int, (b, 0, 0), node)
+            product = emit(graph, aten.mm.default, (x, w), node)
+            shape = [_size(context, a, dim, node) for dim in (0, 1)]
+            shape.append(_size(context, product, 1, node))
+            result = emit(graph, aten.view.default, (product, shape), node)
         node.replace_all_uses_with(result)
         context.graph.erase_node(node)
     return len(found)
+
+
+def _size(context: Context, tensor: Node, dim: int, anchor: Node) -> Node | int:
+    """A size as an argument: a number, or the node that reads a symbolic one."""
+    size = tensor.meta["val"].shape[dim]
+    if isinstance(size, int):
+        return size
+    return emit(context.graph, aten.sym_size.int, (tensor, dim), anchor)
