@@ -7,8 +7,8 @@ after the one rounding to BF16 that shows in about one element of 1e13. The kern
 PyTorch chooses on a CPU differ between decode and prefill in a large part of their
 elements, which hides what a precision flow does or does not do.
 
-It is an opaque, differentiable operator `jetrl::reference_attention`, so a compiler
-neither splits nor reorders it. It is slow; the models here are small.
+It is an opaque, differentiable operator, `jetrl_examples::reference_attention`, so a
+compiler neither splits nor reorders it. It is slow; the models here are small.
 """
 
 import math
@@ -24,7 +24,7 @@ from jetrl_compile.errors import ModelError
 NAME = "jetrl_reference"
 
 _torch_library: Any = torch.library  # untyped
-_LIBRARY = _torch_library.Library("jetrl", "FRAGMENT")
+_LIBRARY = _torch_library.Library("jetrl_examples", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 
@@ -136,7 +136,7 @@ for _name, _kernel, _fake in (
     ("reference_attention_backward", _backward, _backward_fake),
 ):
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
-    _torch_library.register_fake(f"jetrl::{_name}", _fake, lib=_LIBRARY)
+    _torch_library.register_fake(f"jetrl_examples::{_name}", _fake, lib=_LIBRARY)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -145,14 +145,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    grads = torch.ops.jetrl.reference_attention_backward(
+    grads = torch.ops.jetrl_examples.reference_attention_backward(
         dy, *ctx.saved_tensors, ctx.scaling, ctx.softcap
     )
     return (*grads, None, None, None)
 
 
 _torch_library.register_autograd(
-    "jetrl::reference_attention",
+    "jetrl_examples::reference_attention",
     _differentiate,
     setup_context=_setup_context,
     lib=_LIBRARY,
@@ -202,7 +202,7 @@ def reference_attention(
             "mask that is true where a query may read a key"
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = torch.ops.jetrl.reference_attention(
+    out = torch.ops.jetrl_examples.reference_attention(
         query, key, value, attention_mask, scaling, softcap or 0.0
     )
     return out, None

@@ -125,7 +125,8 @@ def test_operator_is_well_formed() -> None:
     q, k, v = (x.requires_grad_() for x in qkv(torch.bfloat16))
     for mask, softcap in ((some_mask(), 0.0), (None, 3.0)):
         torch.library.opcheck(
-            torch.ops.jetrl.reference_attention.default, (q, k, v, mask, 0.5, softcap)
+            torch.ops.jetrl_examples.reference_attention.default,
+            (q, k, v, mask, 0.5, softcap),
         )
 
 
