@@ -196,6 +196,7 @@ def _requantize(
     transpose: bool,
     scale_format: str,
     amax_floor: float,
+    after: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     _check_codes("requantize", "codes", codes, scales, rows_in, cols_in)
     _check_target(rows, cols, scale_format, amax_floor)
@@ -222,6 +223,7 @@ def _fake_requantize(
     transpose: bool,
     scale_format: str,
     amax_floor: float,
+    after: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     _check_codes("requantize", "codes", codes, scales, rows_in, cols_in)
     _check_target(rows, cols, scale_format, amax_floor)
@@ -287,7 +289,7 @@ quantize = _define(
 )
 requantize = _define(
     "requantize(Tensor codes, Tensor scales, int rows_in, int cols_in, int rows, "
-    "int cols, bool transpose, str scale_format, float amax_floor) "
+    "int cols, bool transpose, str scale_format, float amax_floor, Tensor? after) "
     "-> (Tensor codes, Tensor scales)",
     _requantize,
     _fake_requantize,

@@ -5,8 +5,9 @@
   these FP8 codes are kept for backward; or (recipe `jetrl_paper`) the fprop codes are
   kept and requantized in backward.
 - A weight is quantized in forward for fprop and again, transposed, in backward for
-  dgrad: the last argument orders the operator behind the gradient, so that no
-  partitioner keeps the second copy from forward to backward.
+  dgrad. What is made in backward from tensors of forward alone reads the gradient's
+  codes as its last argument, `after`: without it a partitioner may make it in forward
+  and keep it.
 - Codes that the model stores (a rollout model) are read as they are.
 """
 
@@ -79,19 +80,15 @@ class _Inserter:
         if site.role == "dgrad":
             dy = self._quantize(left, flows["dy"], False, node)
             return dy, self._weight(site, flows["w"], node, dy.codes)
-        if site.transposed:  # mm(x^T, dy): compute dy^T x and transpose the result
-            dy_node, dy_flip = _untransposed(right)
-            x_node, x_flip = _untransposed(left)
-            return (
-                self._quantize(dy_node, flows["dy"], not dy_flip, node),
-                self._wgrad_x(site, x_node, x_flip, flows["x"], node),
-            )
-        dy_node, dy_flip = _untransposed(left)
-        x_node, x_flip = _untransposed(right)
-        return (
-            self._quantize(dy_node, flows["dy"], dy_flip, node),
-            self._wgrad_x(site, x_node, not x_flip, flows["x"], node),
-        )
+        # dy^T x, or the same product written x^T dy and transposed afterwards.
+        first, second = (right, left) if site.transposed else (left, right)
+        dy_node, dy_flip = _untransposed(first)
+        x_node, x_flip = _untransposed(second)
+        if site.transposed:
+            dy_flip, x_flip = not dy_flip, not x_flip
+        dy = self._quantize(dy_node, flows["dy"], dy_flip, node)
+        x = self._wgrad_x(site, x_node, not x_flip, flows["x"], node, dy)
+        return dy, x
 
     def _wgrad_in_forward(self, site: GemmSite, x: Node, anchor: Node) -> None:
         """Make wgrad's copy of x in forward, where the layer has a wgrad."""
@@ -106,7 +103,13 @@ class _Inserter:
             self._quantize(x, flow, True, anchor)
 
     def _wgrad_x(
-        self, site: GemmSite, x: Node, transpose: bool, flow: Flow, anchor: Node
+        self,
+        site: GemmSite,
+        x: Node,
+        transpose: bool,
+        flow: Flow,
+        anchor: Node,
+        after: Quantized,
     ) -> Quantized:
         if flow.source_dtype != "e4m3":
             return self._quantize(x, flow, transpose, anchor)
@@ -131,6 +134,7 @@ class _Inserter:
                 transpose,
                 flow.scale_format,
                 flow.amax_floor,
+                after.codes,
             )
             target = torch.ops.jetrl.requantize.default
             self.made[key] = self._emit(target, args, anchor)

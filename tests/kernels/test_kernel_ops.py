@@ -28,8 +28,8 @@ CALLS: list[tuple[Any, tuple[Any, ...]]] = [
     (ops.quantize, (X.float(), 1, 128, True, "ue8m0", FLOOR, W)),
     (ops.quantize, (X.t(), 128, 128, False, "fp32", FLOOR, None)),
     (ops.quantize, (X[:0], 128, 128, True, "fp32", FLOOR, None)),
-    (ops.requantize, (A, A_SCALES, 1, 128, 1, 128, True, "fp32", FLOOR)),
-    (ops.requantize, (B, B_SCALES, 128, 128, 128, 128, False, "ue8m0", FLOOR)),
+    (ops.requantize, (A, A_SCALES, 1, 128, 1, 128, True, "fp32", FLOOR, None)),
+    (ops.requantize, (B, B_SCALES, 128, 128, 128, 128, False, "ue8m0", FLOOR, None)),
     (ops.dequantize, (A, A_SCALES, 1, 128, BF16)),
     (ops.dequantize, (B, B_SCALES, 128, 128, FP32)),
     (ops.gemm, GEMM),
@@ -153,6 +153,10 @@ def test_after_is_read_by_nobody() -> None:
         codes, scales = ops.quantize(X, 1, 128, False, "fp32", FLOOR, after)
         assert torch.equal(raw(codes), raw(A))
         assert torch.equal(scales, A_SCALES)
+        again, _ = ops.requantize(
+            A, A_SCALES, 1, 128, 1, 128, False, "fp32", 1e-9, after
+        )
+        assert torch.equal(raw(again), raw(A))
 
 
 def test_source_dtype_is_checked() -> None:
@@ -223,7 +227,7 @@ def test_gemm_rejects_unknown_provider() -> None:
 
 def test_requantize_and_dequantize_reject_wrong_scales() -> None:
     with pytest.raises(PrecisionFlowError, match="requantize got scales of shape"):
-        ops.requantize(A, B_SCALES, 1, 128, 1, 128, True, "fp32", FLOOR)
+        ops.requantize(A, B_SCALES, 1, 128, 1, 128, True, "fp32", FLOOR, None)
     with pytest.raises(PrecisionFlowError, match="dequantize got scales of shape"):
         ops.dequantize(A, B_SCALES, 1, 128, BF16)
     with pytest.raises(PrecisionFlowError, match="got the result dtype e4m3"):

@@ -52,7 +52,7 @@ def test_same_regions_and_scale_give_the_same_codes(
     _, codes, scales = quantized(seed, m, k, *region)
     source = codes.t().contiguous().t() if strided else codes
     again, scales_again = ops.requantize(
-        source, scales, *region, *region, False, "fp32", FLOOR
+        source, scales, *region, *region, False, "fp32", FLOOR, None
     )
     assert torch.equal(bits(again), bits(codes))
     assert torch.allclose(scales_again, scales, rtol=2**-22, atol=0)
@@ -66,7 +66,7 @@ def test_wgrad_operand_of_the_paper(
     # Groups along K to groups along tokens, without a rounding to BF16 between.
     _, codes, scales = quantized(seed, m, k, 1, 128)
     got, got_scales = ops.requantize(
-        codes, scales, 1, 128, 1, 128, transpose, scale_format, FLOOR
+        codes, scales, 1, 128, 1, 128, transpose, scale_format, FLOOR, None
     )
     values = ops.dequantize(codes, scales, 1, 128, torch.float32)
     values = values.t() if transpose else values
@@ -85,7 +85,7 @@ def test_second_rounding_costs_accuracy() -> None:
     # Why the default recipe quantizes wgrad's x from BF16 instead.
     x, codes, scales = quantized(0, 512, 512, 1, 128)
     once = ops.quantize(x, 1, 128, True, "fp32", FLOOR, None)
-    twice = ops.requantize(codes, scales, 1, 128, 1, 128, True, "fp32", FLOOR)
+    twice = ops.requantize(codes, scales, 1, 128, 1, 128, True, "fp32", FLOOR, None)
 
     def error(pair: tuple[Tensor, Tensor]) -> float:
         back = ops.dequantize(*pair, 1, 128, torch.float64).t()
@@ -98,7 +98,7 @@ def test_second_rounding_costs_accuracy() -> None:
 def test_conversion_to_ue8m0_requantizes() -> None:
     x, codes, scales = quantized(0, 256, 256, 128, 128)
     new, new_scales = ops.requantize(
-        codes, scales, 128, 128, 128, 128, False, "ue8m0", FLOOR
+        codes, scales, 128, 128, 128, 128, False, "ue8m0", FLOOR, None
     )
     assert not torch.equal(bits(new), bits(codes))
     back = ops.dequantize(new, new_scales, 128, 128, torch.float64)
