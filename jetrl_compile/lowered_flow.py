@@ -35,11 +35,13 @@ def lowered_flow(
     made = quantized_operand(sources, read)
     if made is None:
         # Codes stored in the model: made from BF16 by the weight sync.
+        scales = sources.source(node.args[codes + 1].index).index
+        powers = sources.nodes[scales].module.endswith("_ue8m0")
         flow = Flow(
             "e4m3",
             Granularity(*region),
             DIRECTION[role],
-            "fp32",
+            "ue8m0" if powers else "fp32",
             AMAX_FLOOR,
             "divide",
             "bf16",
