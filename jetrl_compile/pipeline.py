@@ -4,7 +4,7 @@ import functools
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch.fx import Graph
@@ -56,6 +56,8 @@ class CompileReport:
         providers: For each lowered GEMM, the provider and why it was chosen.
         from_cache: Whether torch's compile cache held the graph, so that the passes
             did not run and the graph is the stored one.
+        nodes: For each operator, the FX node of the lowered graph that makes its
+            result; empty for a graph from the cache.
     """
 
     module: str
@@ -66,6 +68,7 @@ class CompileReport:
     changes: Mapping[str, int]
     providers: Mapping[str, str]
     from_cache: bool = False
+    nodes: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def lowered(self) -> dict[str, int]:
@@ -132,6 +135,7 @@ def run_passes(
             name: f"{choice.provider.name}: {choice.reason}"
             for name, choice in context.choices.items()
         },
+        nodes=context.built.node_of,
     )
 
 

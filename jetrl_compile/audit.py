@@ -1,0 +1,208 @@
+"""Levels 1 to 4 on a live pair: a trainer's model and its rollout model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jetrl_compile.bytes_check import check_bytes
+from jetrl_compile.containment import (
+    ContainmentReport,
+    Difference,
+    LevelResult,
+    check_containment,
+)
+from jetrl_compile.errors import ModelError
+from jetrl_compile.pipeline import CompileReport
+from jetrl_compile.precision_graph import PrecisionGraph
+from jetrl_compile.recipe import Recipe, get_recipe
+from jetrl_compile.recorder import Recorder, first_difference
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What the audit of a live pair found.
+
+    Attributes:
+        report: Containment at all four levels.
+        train_graph: The precision graph of the trainer's training graph.
+        rollout_graph: The precision graph of the rollout model's graph.
+        log_prob_gap: |rollout - train| of each token's log-prob, (B, L - 1), FP32,
+            nats; 0 where masked out.
+    """
+
+    report: ContainmentReport
+    train_graph: PrecisionGraph
+    rollout_graph: PrecisionGraph
+    log_prob_gap: Tensor
+
+
+@dataclass(frozen=True)
+class _Run:
+    logits: Tensor
+    graph: PrecisionGraph
+    values: dict[str, Tensor]
+
+
+def audit(
+    trainer: nn.Module,
+    rollout: nn.Module,
+    input_ids: Tensor,
+    *,
+    recipe: str | Recipe = "jetrl",
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    tolerance: float = 0.0,
+    providers: tuple[str, ...] = ("reference",),
+    progress: Progress | None = None,
+) -> Audit:
+    """Check a rollout model against the trainer that it was made from.
+
+    Both run whole on the same tokens, through the same passes: the trainer's training
+    graph (with gradients), and the rollout model's inference graph. Neither model is
+    changed.
+
+    Args:
+        trainer: A Hugging Face causal model, BF16 or FP32 masters.
+        rollout: From `make_rollout_model`.
+        input_ids: (B, L), int64.
+        recipe: The recipe of both sides.
+        attention_mask: (B, L), 1 at tokens, or None.
+        position_ids: (B, L), or None.
+        tolerance: Largest log-prob gap in nats that passes level 4; 0 asks for equal
+            bits.
+        providers: GEMM providers, the preferred one first.
+        progress: Called with a line before each step.
+
+    Raises:
+        ModelError: A model cannot be run on the tokens, or the pair does not match.
+    """
+    say = progress or (lambda _: None)
+    chosen = get_recipe(recipe)
+    inputs = {"input_ids": input_ids}
+    if attention_mask is not None:
+        inputs["attention_mask"] = attention_mask
+    if position_ids is not None:
+        inputs["position_ids"] = position_ids
+    options = {"recipe": chosen, "providers": providers}
+    say("running the training graph")
+    train = _run(trainer, inputs, {**options, "phase": "train"})
+    say("running the rollout graph")
+    roll = _run(rollout, inputs, {**options, "phase": "rollout"})
+    say("comparing structure and flow")
+    report = check_containment(roll.graph, train.graph)
+    say("comparing the bytes of the weights")
+    report = report.with_level(*check_bytes(trainer, rollout))
+    say("comparing log-probs")
+    gap = _gap(roll.logits, train.logits, input_ids, attention_mask)
+    report = report.with_level(*_check_logits(train, roll, gap, tolerance, report))
+    return Audit(report, train.graph, roll.graph, gap)
+
+
+def _run(model: nn.Module, inputs: dict[str, Tensor], options: dict[str, Any]) -> _Run:
+    recorder = Recorder()
+    reports: list[CompileReport] = []
+    training = options["phase"] == "train"
+    was_training = model.training
+    model.eval()  # no dropout: both sides compute the same function
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        model,
+        backend="jetrl",
+        fullgraph=True,
+        options={
+            **options,
+            "lowering": "aot",
+            "recorder": recorder,
+            "report": reports.append,
+        },
+    )
+    try:
+        with torch.set_grad_enabled(training):
+            logits = compiled(**inputs, use_cache=False).logits.detach()
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        raise error.inner_exception from None
+    except torch._dynamo.exc.Unsupported as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot be compiled as one graph: "
+            f"{str(error).splitlines()[0][:160]}"
+        ) from None
+    finally:
+        model.train(was_training)
+        torch._dynamo.reset()
+    if not reports:
+        raise ModelError(
+            f"{type(model).__name__} ran without being compiled, so nothing is known of "
+            "its precision; unset TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE"
+        )
+    graph = reports[0].graph
+    label = str(getattr(getattr(model, "config", None), "model_type", ""))
+    return _Run(
+        logits, replace(graph, meta={**graph.meta, "model": label}), recorder.values
+    )
+
+
+def _gap(a: Tensor, b: Tensor, tokens: Tensor, mask: Tensor | None) -> Tensor:
+    """|log p_a - log p_b| of each next token, computed in FP32."""
+    targets = tokens[:, 1:, None]
+    left, right = (
+        torch.log_softmax(logits[:, :-1].float(), dim=-1).gather(-1, targets)[..., 0]
+        for logits in (a, b)
+    )
+    gap = (left - right).abs()
+    return gap if mask is None else gap * (mask[:, 1:] * mask[:, :-1]).to(gap.dtype)
+
+
+def _check_logits(
+    train: _Run, roll: _Run, gap: Tensor, tolerance: float, report: ContainmentReport
+) -> tuple[LevelResult, list[Difference]]:
+    largest = float(gap.max()) if gap.numel() else 0.0
+    order = [op.name for op in train.graph.operators if op.phase == "forward"]
+    compared = sum(name in train.values and name in roll.values for name in order)
+    counts = {"tokens": gap.numel(), "operators recorded": compared}
+    if largest <= tolerance:  # NaN fails
+        return LevelResult(4, "passed", counts=counts), []
+    where = int((gap > tolerance).sum()) or gap.numel()
+    found = first_difference(order, train.values, roll.values)
+    if found is None:
+        name, operand, place = "output", "", "outside the recorded operators"
+    else:
+        name, differ, total = found
+        name, operand, edge = _edge(train.graph, name, report)
+        place = f"at edge {edge} ({differ} of {total} elements of its value differ)"
+    message = (
+        f"log-probs differ by up to {largest:.3g} nats at {where} of {gap.numel()} "
+        f"positions; values part first {place}"
+    )
+    difference = Difference(
+        4, name, "values", f"{largest:.6g} nats apart", "0", message, operand=operand
+    )
+    return LevelResult(4, "failed", counts=counts), [difference]
+
+
+def _edge(
+    graph: PrecisionGraph, operator: str, report: ContainmentReport
+) -> tuple[str, str, str]:
+    """The first edge at which values part, given the first operator that differs.
+
+    Everything before the operator is equal. If one of its operands is known to differ
+    (another flow, other stored bytes), that edge is it; else the operator computes
+    something else, and its first result edge is it.
+    """
+    operands = graph.operands[operator]
+    for difference in report.differences:
+        if difference.operator == operator and difference.operand in operands:
+            edge = operands[difference.operand]
+            return operator, difference.operand, f"{edge.source} -> {difference.name}"
+    for edge in operands.values():
+        if any(d.level == 3 and d.operator == edge.source for d in report.differences):
+            return operator, edge.operand, f"{edge.source} -> {operator}.{edge.operand}"
+    for edge in graph.edges:
+        if edge.source == operator and graph.by_name[edge.target].phase == "forward":
+            target = f"{edge.target}.{edge.operand}"
+            return edge.target, edge.operand, f"{operator} -> {target}"
+    return operator, "", f"{operator} -> output"

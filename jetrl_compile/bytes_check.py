@@ -1,0 +1,116 @@
+"""Level 3: does the rollout model store the bytes that the trainer would compute?"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from jetrl_compile.containment import Difference, LevelResult
+from jetrl_compile.errors import ModelError
+from jetrl_compile.rollout import QuantizedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A stored tensor and what the trainer would store there."""
+
+    name: str
+    operator: str
+    operand: str
+    stored: Tensor
+    wanted: Tensor
+
+
+def check_bytes(
+    trainer: nn.Module, rollout: nn.Module
+) -> tuple[LevelResult, list[Difference]]:
+    """Compare every weight of a rollout model with the trainer's, bit for bit.
+
+    Args:
+        trainer: The trainer's model, BF16 or FP32 masters.
+        rollout: From `make_rollout_model`, perhaps refitted.
+
+    Returns:
+        The result of level 3, and a difference for each tensor whose codes, scales,
+        values, dtype, shape or memory order are not those that the trainer's weights
+        give: rounded to BF16, then quantized by the layer's flow.
+
+    Raises:
+        ModelError: The trainer lacks a parameter that the rollout model stores.
+    """
+    differences = []
+    count = 0
+    for pair in _pairs(trainer, rollout):
+        count += 1
+        found = _compare(pair)
+        if found is not None:
+            differences.append(found)
+    status = "failed" if differences else "passed"
+    return LevelResult(3, status, counts={"tensors": count}), differences
+
+
+def _pairs(trainer: nn.Module, rollout: nn.Module) -> Iterable[_Pair]:
+    masters = dict(trainer.named_parameters(remove_duplicate=False))
+    for path, layer in rollout.named_modules():
+        if not isinstance(layer, QuantizedLinear):
+            continue
+        master = _master(masters, f"{path}.weight")
+        source = master.t() if layer.transposed else master
+        codes, scales = layer.quantize(source.to(layer.weight.device))
+        gemm = f"{path}:fprop"
+        yield _Pair(f"{path}.weight", gemm, "w", layer.weight, codes)
+        yield _Pair(f"{path}.{layer.scale_name}", gemm, "w", layer.scales, scales)
+    for name, stored in rollout.named_parameters():
+        wanted = _master(masters, name).to(stored.device, stored.dtype)
+        yield _Pair(name, name, "", stored.detach(), wanted)
+
+
+def _master(masters: dict[str, Tensor], name: str) -> Tensor:
+    if name not in masters:
+        raise ModelError(
+            f"the trainer has no parameter {name}, which the rollout model stores; "
+            "audit the model that the rollout model was made from"
+        )
+    return masters[name].detach()
+
+
+def _compare(pair: _Pair) -> Difference | None:
+    stored, wanted = pair.stored, pair.wanted
+    facts = [
+        ("dtype", str(stored.dtype), str(wanted.dtype)),
+        ("shape", str(tuple(stored.shape)), str(tuple(wanted.shape))),
+    ]
+    if stored.shape == wanted.shape:
+        facts.append(("memory order", str(stored.stride()), str(wanted.stride())))
+    for attribute, found, needed in facts:
+        if found != needed:
+            return _difference(pair, attribute, found, needed)
+    differ = _bits(stored) != _bits(wanted)
+    count = int(differ.sum())
+    if not count:
+        return None
+    first = [int(i) for i in differ.nonzero()[0]]
+    return _difference(
+        pair,
+        "bytes",
+        f"{stored[tuple(first)].float().item():g} at {first}",
+        f"{wanted[tuple(first)].float().item():g} "
+        f"({count} of {differ.numel()} elements differ, {count / differ.numel():.2%})",
+    )
+
+
+def _difference(pair: _Pair, attribute: str, found: str, needed: str) -> Difference:
+    message = (
+        f"{pair.name}: {attribute} is {found} in rollout, {needed} in training; refit "
+        "the rollout model from the trainer's BF16-rounded weights"
+    )
+    return Difference(
+        3, pair.operator, attribute, found, needed, message, operand=pair.operand
+    )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The tensor as integers of its width, so that NaN and -0 compare by bits."""
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(width[tensor.element_size()])

@@ -1,0 +1,116 @@
+"""Compile a model's decoder layers one by one, and count what each phase lowered.
+
+A whole-model compile under `torch.utils.checkpoint` leaves the decoder layers
+uncompiled in training, but not in evaluation: old log-probs in FP8, training in BF16.
+Compiled a layer at a time, with `fullgraph=True`, every phase runs the same FP8 layers,
+and layers with equal decisions share one compiled graph.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from jetrl_compile.errors import LoweringError, ModelError
+from jetrl_compile.options import parse_options
+from jetrl_compile.pipeline import CompileReport
+from jetrl_compile.recipe import Recipe
+from jetrl_compile.rollout import QuantizedLinear
+
+
+def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return a model's repeated decoder layers by path, in order.
+
+    Raises:
+        ModelError: The model has no list of layers.
+    """
+    named = set(getattr(model, "_no_split_modules", None) or ())
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or not len(module):
+            continue
+        if not named or any(type(layer).__name__ in named for layer in module):
+            return {f"{path}.{index}": layer for index, layer in enumerate(module)}
+    raise ModelError(
+        f"{type(model).__name__} has no list of decoder layers; compile it whole with "
+        'torch.compile(model, backend="jetrl")'
+    )
+
+
+def compile_layers(model: nn.Module, **options: Any) -> dict[str, str]:
+    """Compile each decoder layer in place with the backend "jetrl".
+
+    Args:
+        model: A Hugging Face causal model, or a rollout model. Compile before FSDP2's
+            `fully_shard`.
+        **options: As of the backend: `recipe`, `phase`, `lowering`, ... (no
+            `module_path`).
+
+    Returns:
+        For each layer's path, the path of the first layer whose compiled graph it
+        shares: layers in which the recipe quantizes the same linear layers share one.
+
+    Raises:
+        ModelError: The model has no list of decoder layers.
+        RecipeError: An option is unknown.
+    """
+    chosen = parse_options(options)
+    shared: dict[tuple[Any, ...], str] = {}
+    stands_for: dict[str, str] = {}
+    for path, layer in decoder_layers(model).items():
+        decisions = _decisions(path, layer, chosen.recipe, chosen.phase)
+        first = shared.setdefault((type(layer), decisions), path)
+        stands_for[path] = first
+        layer.compile(
+            backend="jetrl",
+            fullgraph=True,
+            dynamic=True,
+            options={**options, "module_path": first},
+        )
+    return stands_for
+
+
+def _decisions(
+    path: str, layer: nn.Module, recipe: Recipe, phase: str
+) -> tuple[Any, ...]:
+    """What the recipe decides of each linear layer, apart from its role."""
+    return tuple(
+        (name, isinstance(module, QuantizedLinear))
+        + (recipe.reason_to_keep(f"{path}.{name}", "linear", phase) is None,)
+        for name, module in layer.named_modules()
+        if isinstance(getattr(module, "weight", None), nn.Parameter)
+        or isinstance(module, QuantizedLinear)
+    )
+
+
+def check_phases(reports: list[CompileReport]) -> dict[str, int]:
+    """Check that every phase runs the same FP8 GEMMs of each compiled module.
+
+    Args:
+        reports: Of one model, for example from `collect_reports`.
+
+    Returns:
+        For each phase ("train/training", "train/inference", ...), its FP8 fprop GEMMs.
+
+    Raises:
+        LoweringError: A phase runs fewer than another; modules are named.
+    """
+    phases: dict[str, dict[str, set[str]]] = {}
+    for report in reports:
+        kind = "training" if report.training else "inference"
+        names = {
+            op.module
+            for op in report.graph.gemms("fprop")
+            if report.graph.is_fp8(op)
+        }
+        modules = phases.setdefault(f"{report.phase}/{kind}", {})
+        modules.setdefault(report.module, set()).update(names)
+    found = {phase: set().union(*m.values()) for phase, m in phases.items()}
+    everything = set().union(*found.values()) if found else set()
+    for phase, names in found.items():
+        missing = sorted(everything - names)
+        if missing:
+            raise LoweringError(
+                f"{len(missing)} layers run in FP8 in another phase but not in {phase}, "
+                f"first {missing[0]}; compile each decoder layer with fullgraph=True "
+                "(jetrl_compile.layers.compile_layers) so that no phase runs eagerly"
+            )
+    return {phase: len(names) for phase, names in found.items()}
