@@ -1,6 +1,6 @@
 """Levels 1 to 4 on a live pair: a trainer's model and its rollout model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +14,13 @@ from jetrl_compile.containment import (
     LevelResult,
     check_containment,
 )
-from jetrl_compile.errors import ModelError
+from jetrl_compile.errors import LoweringError, ModelError
+from jetrl_compile.layers import compile_layers, decoder_layers
 from jetrl_compile.pipeline import CompileReport
 from jetrl_compile.precision_graph import PrecisionGraph
 from jetrl_compile.recipe import Recipe, get_recipe
 from jetrl_compile.recorder import Recorder, first_difference
+from jetrl_compile.tracing import trace_model
 
 Progress = Callable[[str], None]
 
@@ -62,9 +64,8 @@ def audit(
 ) -> Audit:
     """Check a rollout model against the trainer that it was made from.
 
-    Both run whole on the same tokens, through the same passes: the trainer's training
-    graph (with gradients), and the rollout model's inference graph. Neither model is
-    changed.
+    Both run on the same tokens, through the same passes: the trainer's training graph
+    (with gradients), and the rollout model's inference graph. Neither model is changed.
 
     Args:
         trainer: A Hugging Face causal model, BF16 or FP32 masters.
@@ -104,26 +105,42 @@ def audit(
 
 
 def _run(model: nn.Module, inputs: dict[str, Tensor], options: dict[str, Any]) -> _Run:
+    """Run a model through the passes, recording every operator.
+
+    A model whose FP8 GEMMs are all in its decoder layers is compiled a layer at a time,
+    as in training, any other one whole.
+    """
+    traced = trace_model(
+        model,
+        phase=options["phase"],
+        recipe=options["recipe"],
+        providers=options["providers"],
+    )
+    layers = _layers_with_fp8(model, traced)
     recorder = Recorder()
     reports: list[CompileReport] = []
-    training = options["phase"] == "train"
+    options = {
+        **options,
+        "lowering": "aot",
+        "recorder": recorder,
+        "report": reports.append,
+    }
     was_training = model.training
     model.eval()  # no dropout: both sides compute the same function
     torch._dynamo.reset()
-    compiled = torch.compile(
-        model,
-        backend="jetrl",
-        fullgraph=True,
-        options={
-            **options,
-            "lowering": "aot",
-            "recorder": recorder,
-            "report": reports.append,
-        },
-    )
+    hooks: list[Any] = []
+    before = {path: layer._compiled_call_impl for path, layer in layers.items()}
+    called: Callable[..., Any] = model
     try:
-        with torch.set_grad_enabled(training):
-            logits = compiled(**inputs, use_cache=False).logits.detach()
+        if layers:
+            compile_layers(model, **options)
+            hooks = recorder.watch(model, layers)
+        else:
+            called = torch.compile(
+                model, backend="jetrl", fullgraph=True, options=options
+            )
+        with torch.set_grad_enabled(options["phase"] == "train"):
+            logits = called(**inputs, use_cache=False).logits.detach()
     except torch._dynamo.exc.BackendCompilerFailed as error:
         raise error.inner_exception from None
     except torch._dynamo.exc.Unsupported as error:
@@ -133,17 +150,69 @@ def _run(model: nn.Module, inputs: dict[str, Tensor], options: dict[str, Any]) -
         ) from None
     finally:
         model.train(was_training)
+        for item in hooks:
+            item.remove()
+        for path, layer in layers.items():
+            layer._compiled_call_impl = before[path]
         torch._dynamo.reset()
     if not reports:
         raise ModelError(
-            f"{type(model).__name__} ran without being compiled, so nothing is known of "
-            "its precision; unset TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE"
+            f"{type(model).__name__} ran without being compiled, so nothing is known "
+            "of its precision; unset TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE"
         )
-    graph = reports[0].graph
-    label = str(getattr(getattr(model, "config", None), "model_type", ""))
-    return _Run(
-        logits, replace(graph, meta={**graph.meta, "model": label}), recorder.values
-    )
+    graph = _graph_that_ran(traced, reports) if layers else reports[0].graph
+    meta = {**graph.meta, "model": traced.meta["model"]}
+    values = _by_operator(graph, recorder.values)
+    return _Run(logits, replace(graph, meta=meta), values)
+
+
+def _layers_with_fp8(model: nn.Module, graph: PrecisionGraph) -> dict[str, nn.Module]:
+    """The decoder layers, if all FP8 GEMMs are in them; else none."""
+    try:
+        layers = decoder_layers(model)
+    except ModelError:
+        return {}
+    inside = tuple(f"{path}." for path in layers)
+    fp8 = [op for op in graph.gemms("fprop") if graph.is_fp8(op)]
+    return layers if all(op.module.startswith(inside) for op in fp8) else {}
+
+
+def _graph_that_ran(
+    traced: PrecisionGraph, reports: Sequence[CompileReport]
+) -> PrecisionGraph:
+    """Check the compiled layers against the traced graph of the whole model.
+
+    The whole model's graph is traced without weights; that its layers are those that
+    ran is checked here, GEMM by GEMM.
+
+    Raises:
+        LoweringError: A compiled layer is not as it was traced.
+    """
+    for report in reports:
+        for op in report.graph.gemms():
+            wanted = traced.by_name.get(op.name)
+            operands = report.graph.operands[op.name]
+            flows = {key: edge.flow for key, edge in operands.items()}
+            there = traced.operands.get(op.name, {})
+            if wanted != op or flows != {key: edge.flow for key, edge in there.items()}:
+                raise LoweringError(
+                    f"{op.name} ran as '{op}', but was traced as '{wanted}'; this is a "
+                    "fault of the compiler, please report it"
+                )
+    return traced
+
+
+def _by_operator(graph: PrecisionGraph, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Values by operator; those recorded by module path get its operator's name."""
+    named = dict(values)
+    by_module: dict[str, list[str]] = {}
+    for op in graph.operators:
+        if op.phase == "forward" and op.kind not in ("parameter", "index"):
+            by_module.setdefault(op.module, []).append(op.name)
+    for path, operators in by_module.items():
+        if path in values and len(operators) == 1:
+            named[operators[0]] = values[path]
+    return named
 
 
 def _gap(a: Tensor, b: Tensor, tokens: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,6 +1,6 @@
 """Level 3: does the rollout model store the bytes that the trainer would compute?"""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -66,7 +66,7 @@ def _pairs(trainer: nn.Module, rollout: nn.Module) -> Iterable[_Pair]:
         yield _Pair(name, name, "", stored.detach(), wanted)
 
 
-def _master(masters: dict[str, Tensor], name: str) -> Tensor:
+def _master(masters: Mapping[str, Tensor], name: str) -> Tensor:
     if name not in masters:
         raise ModelError(
             f"the trainer has no parameter {name}, which the rollout model stores; "

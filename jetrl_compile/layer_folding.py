@@ -81,8 +81,8 @@ def fold(model: nn.Module, folding: Folding, config: Any = None) -> None:
     kept = nn.ModuleList(layers[index] for index in folding.chosen)
     for position, layer in enumerate(kept):
         for module in layer.modules():
-            if isinstance(getattr(module, "layer_idx", None), int):
-                module.layer_idx = position
+            if isinstance(vars(module).get("layer_idx"), int):
+                vars(module)["layer_idx"] = position
     parent, _, name = folding.path.rpartition(".")
     setattr(model.get_submodule(parent), name, kept)
     for holder in (config,):
@@ -246,5 +246,3 @@ class _Unfolder:
         phase = self.graph.by_name[edge.source].phase
         name = self.rename(self.out[(stands, phase)], stands, neighbour)
         return replace(edge, target=target, source=name)
-
-

@@ -73,8 +73,11 @@ def _decisions(
 ) -> tuple[Any, ...]:
     """What the recipe decides of each linear layer, apart from its role."""
     return tuple(
-        (name, isinstance(module, QuantizedLinear))
-        + (recipe.reason_to_keep(f"{path}.{name}", "linear", phase) is None,)
+        (
+            name,
+            isinstance(module, QuantizedLinear),
+            recipe.reason_to_keep(f"{path}.{name}", "linear", phase) is None,
+        )
         for name, module in layer.named_modules()
         if isinstance(getattr(module, "weight", None), nn.Parameter)
         or isinstance(module, QuantizedLinear)
@@ -97,9 +100,7 @@ def check_phases(reports: list[CompileReport]) -> dict[str, int]:
     for report in reports:
         kind = "training" if report.training else "inference"
         names = {
-            op.module
-            for op in report.graph.gemms("fprop")
-            if report.graph.is_fp8(op)
+            op.module for op in report.graph.gemms("fprop") if report.graph.is_fp8(op)
         }
         modules = phases.setdefault(f"{report.phase}/{kind}", {})
         modules.setdefault(report.module, set()).update(names)
@@ -109,7 +110,7 @@ def check_phases(reports: list[CompileReport]) -> dict[str, int]:
         missing = sorted(everything - names)
         if missing:
             raise LoweringError(
-                f"{len(missing)} layers run in FP8 in another phase but not in {phase}, "
+                f"{len(missing)} layers run in FP8 in another phase, not in {phase}, "
                 f"first {missing[0]}; compile each decoder layer with fullgraph=True "
                 "(jetrl_compile.layers.compile_layers) so that no phase runs eagerly"
             )

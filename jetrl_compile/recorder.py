@@ -7,7 +7,7 @@ them node by node and keeps the values of the nodes at which operators end.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
 from jetrl_compile.pipeline import CompileReport
@@ -18,10 +18,13 @@ class Recorder:
 
     Attributes:
         values: The first value of each operator since the last `clear`.
+        layers: Where decoder layers share a compiled graph: for the address of each of
+            their parameters and buffers, the path of the layer that owns it.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, Tensor] = {}
+        self.layers: dict[int, str] = {}
 
     def clear(self) -> None:
         """Forget all values."""
@@ -38,9 +41,47 @@ class Recorder:
         runner = _Recording(module, names, self.values)
 
         def run(*args: Any) -> Any:
+            runner.prefix = (report.module, self._layer(args) or report.module)
             return runner.run(*args)
 
         return run
+
+    def _layer(self, args: Sequence[Any]) -> str | None:
+        """The layer whose parameters a graph was called with."""
+        for value in args:
+            if isinstance(value, Tensor) and value.data_ptr() in self.layers:
+                return self.layers[value.data_ptr()]
+        return None
+
+    def watch(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> list[Any]:
+        """Record a model whose decoder layers are compiled one by one.
+
+        Args:
+            model: The model.
+            layers: Its compiled layers by path.
+
+        Returns:
+            Hooks on the modules outside the layers, to be removed when done. They
+            record a module's result under its path.
+        """
+        inside = {id(m) for layer in layers.values() for m in layer.modules()}
+        for path, layer in layers.items():
+            for tensor in (*layer.parameters(), *layer.buffers()):
+                self.layers[tensor.data_ptr()] = path
+
+        def hook(path: str) -> Callable[..., None]:
+            def record(_: nn.Module, __: Any, result: Any) -> None:
+                value = result[0] if isinstance(result, tuple) else result
+                if isinstance(value, Tensor):
+                    self.values.setdefault(path, value.detach().clone())
+
+            return record
+
+        return [
+            module.register_forward_hook(hook(path))
+            for path, module in model.named_modules()
+            if id(module) not in inside and not any(module.children())
+        ]
 
 
 class _Recording(Interpreter):
@@ -53,6 +94,7 @@ class _Recording(Interpreter):
         super().__init__(module)
         self.names = names
         self.values = values
+        self.prefix = ("", "")
 
     def run_node(self, n: Node) -> Any:
         """Run a node; keep its value if an operator ends there."""
@@ -60,7 +102,9 @@ class _Recording(Interpreter):
         for operator in self.names.get(n.name, ()):
             value = result[0] if isinstance(result, (tuple, list)) else result
             if isinstance(value, Tensor):
-                self.values.setdefault(operator, value.detach().clone())
+                old, new = self.prefix
+                name = new + operator[len(old) :] if old else operator
+                self.values.setdefault(name, value.detach().clone())
         return result
 
 
@@ -88,4 +132,3 @@ def first_difference(
         if count:
             return name, count, left.numel()
     return None
-

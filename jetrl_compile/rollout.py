@@ -32,6 +32,8 @@ class QuantizedLinear(nn.Module):
         transposed: Whether the trainer keeps this weight as (K, N) (GPT-2's Conv1D).
     """
 
+    weight: Tensor
+
     def __init__(self, weight: Tensor, bias: Tensor | None, flow: Flow) -> None:
         super().__init__()
         assert flow.granularity is not None
@@ -67,9 +69,7 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x w^T + bias; x is (..., K), BF16 or FP32."""
-        weight = ops.dequantize(
-            self.weight, self.scales, self.rows, self.cols, x.dtype
-        )
+        weight = ops.dequantize(self.weight, self.scales, self.rows, self.cols, x.dtype)
         return nn.functional.linear(x, weight, self.bias)
 
     def extra_repr(self) -> str:
@@ -99,9 +99,7 @@ def make_rollout_model(
     chosen = get_recipe(recipe)
     for name, parameter in model.named_parameters():
         _check_weight(name, parameter, ModelError)
-    graph = trace_model(
-        model, phase="rollout", recipe=chosen, fold_layers=fold_layers
-    )
+    graph = trace_model(model, phase="rollout", recipe=chosen, fold_layers=fold_layers)
     named = {op.module: graph.operands[op.name] for op in graph.gemms("fprop")}
     quantized = {m: o["w"].flow for m, o in named.items() if o["w"].flow.is_quantized}
     rollout = copy.deepcopy(model).eval()
@@ -111,7 +109,8 @@ def make_rollout_model(
             parameter.data = parameter.data.to(torch.bfloat16)
     for path, flow in quantized.items():
         layer = rollout.get_submodule(path)
-        weight, bias = layer.weight.data, layer.bias
+        tensors = dict(layer.named_parameters(recurse=False))
+        weight, bias = tensors["weight"].data, tensors.get("bias")
         transposed = not isinstance(layer, nn.Linear)
         stored = QuantizedLinear(
             weight.t() if transposed else weight,
@@ -171,8 +170,8 @@ def refit(
             seen.add(first[id(plain[name])])
         else:
             raise RefitError(
-                f"the rollout model has no parameter {name}; push the parameters of the "
-                "model that it was made from, by their names in named_parameters()"
+                f"the rollout model has no parameter {name}; push the parameters of "
+                "the model that it was made from, by their names in named_parameters()"
             )
     wanted = {f"{path}.weight" for path in layers} | set(first.values())
     missing = sorted(wanted - seen)

@@ -56,11 +56,11 @@ def trace_config(
     say = progress or (lambda _: None)
     chosen = get_recipe(recipe)
     chosen.quantizes(phase)  # an unknown phase fails before any work
-    config = _load_config(config_dir) if isinstance(config_dir, (str, Path)) else config_dir
-    config = copy.deepcopy(config)
+    is_path = isinstance(config_dir, (str, Path))
+    config = copy.deepcopy(_load_config(config_dir) if is_path else config_dir)
     say(f"making {type(config).__name__.removesuffix('Config')} on the meta device")
     model = _make(config)
-    name = str(config_dir) if isinstance(config_dir, (str, Path)) else ""
+    name = str(config_dir) if is_path else ""
     graph = _trace(model, phase, chosen, providers, fold_layers, say)
     label = getattr(config, "model_type", "") or name
     return replace(graph, meta={**graph.meta, "model": label})
@@ -139,9 +139,8 @@ def _make(config: Any) -> nn.Module:
 
     try:
         with torch.device("meta"), _quiet():
-            model: nn.Module = AutoModelForCausalLM.from_config(
-                config, dtype=torch.bfloat16
-            )
+            make: Any = AutoModelForCausalLM.from_config  # untyped
+            model: nn.Module = make(config, dtype=torch.bfloat16)
     except Exception as error:  # transformers raises many types here
         raise ModelError(
             f"no causal language model can be made of {type(config).__name__}: "
