@@ -1,19 +1,31 @@
-"""A captured graph: an FX graph's operators as data, free of torch objects.
-
-The precision graph is built from this form, whatever the FX graph was (AOTAutograd's
-joint or inference graph, or Dynamo's), and whether it was captured now or read from a
-JSON file that was captured on another machine.
-"""
+"""Capture an FX graph as data: AOTAutograd's joint or inference graph, or Dynamo's."""
 
 import operator
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from jetrl_compile.captured_graph import (
+    CapturedGraph,
+    CapturedNode,
+    PlaceholderInfo,
+    Ref,
+)
 from jetrl_compile.formats import short_name
+from jetrl_compile.functionalized import unwrap_functionalized
+from jetrl_compile.precision_graph import Scalar
+
+__all__ = [
+    "CapturedGraph",
+    "CapturedNode",
+    "PlaceholderInfo",
+    "Ref",
+    "canonical_path",
+    "capture",
+    "op_name",
+]
 
 _ROOT = re.compile(r"""^[LG]\[(?:'[^']*'|"[^"]*")\]""")
 _CLOSURE = re.compile(r"^\.__closure__\[\d+\]\.cell_contents")
@@ -22,92 +34,75 @@ _INDEX = re.compile(r"""\[['"]?([^\]'"]+)['"]?\]""")
 _WRAPPERS = frozenset(
     ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """A reference to the node of that index in `CapturedGraph.nodes`."""
-
-    index: int
-
-
-@dataclass(slots=True)
-class CapturedNode:
-    """One operator or placeholder.
-
-    Attributes:
-        name: Its name in the FX graph.
-        op: "placeholder", "call", "attribute" (a constant of the module) or "output".
-        target: Its name as `op_name` gives it; for a placeholder "parameter", "buffer"
-            or "input"; for an attribute "constant".
-        args: Positional arguments, nodes as `Ref`.
-        kwargs: Keyword arguments, likewise.
-        dtype: Short name of its (first) result's dtype, or "" if it is no tensor.
-        shape: The result's shape, None for a dynamic dimension.
-        outputs: The dtypes of a result that is a tuple of tensors.
-        module: The canonical path of the module that ran it; for a placeholder the
-            path of the parameter or buffer, such as "lm_head.weight".
-        module_class: That module's class name.
-        backward: Whether it runs in backward.
-    """
-
-    name: str
-    op: str
-    target: str
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    dtype: str = ""
-    shape: tuple[int | None, ...] = ()
-    outputs: tuple[str, ...] = ()
-    module: str = ""
-    module_class: str = ""
-    backward: bool = False
-
-    def inputs(self) -> list[int]:
-        """Return the indices of the nodes that it reads, in order, repeats included."""
-        found: list[int] = []
-        _collect(self.args, found)
-        _collect(self.kwargs, found)
-        return found
-
-
-@dataclass(frozen=True)
-class CapturedGraph:
-    """Nodes in execution order; each reads only earlier ones."""
-
-    nodes: tuple[CapturedNode, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PlaceholderInfo:
-    """What is known of a graph input.
-
-    Attributes:
-        kind: "parameter", "buffer" or "input".
-        path: The canonical path of a parameter or buffer; "" for an input.
-    """
-
-    kind: str
-    path: str = ""
+# Python's operators that torch calls otherwise; the in-place ones write to their first.
+_PYTHON_NAMES = {
+    operator.getitem: "getitem",
+    operator.setitem: "setitem",
+    operator.truediv: "div",
+    operator.itruediv: "div",
+    operator.iadd: "add",
+    operator.isub: "sub",
+    operator.imul: "mul",
+    operator.ipow: "pow",
+}
+_IN_PLACE = frozenset(
+    (
+        operator.setitem,
+        operator.itruediv,
+        operator.iadd,
+        operator.isub,
+        operator.imul,
+        operator.ipow,
+    )
+)
 
 
 def op_name(target: Any) -> str:
     """Return the name of an FX node's target.
 
     aten, prims and torch functions lose namespace and overload, methods are their own
-    name, other operators keep their namespace: "mm", "linear", "view", "jetrl.gemm".
+    name, an in-place form is called as the other one; other operators keep their
+    namespace: "mm", "linear", "view", "add", "jetrl.gemm".
     """
     if isinstance(target, str):
-        return target
+        return target.rstrip("_") or target
     if isinstance(target, torch._ops.OpOverload):
         target = target.overloadpacket
     if isinstance(target, torch._ops.OpOverloadPacket):
         namespace, _, name = target._qualified_op_name.partition("::")
-        return name if namespace in ("aten", "prims") else f"{namespace}.{name}"
+        known = namespace in ("aten", "prims")
+        return name.rstrip("_") if known else f"{namespace}.{name}"
     if isinstance(target, torch._ops.HigherOrderOperator):
-        return target.name()
-    name = getattr(target, "__name__", str(target))
-    return "getitem" if target is operator.getitem else name.strip("_")
+        return str(target.name())  # type: ignore[no-untyped-call]
+    if (python := _PYTHON_NAMES.get(target)) is not None:
+        return python
+    return str(getattr(target, "__name__", target)).strip("_")
+
+
+def mutated(target: Any, node: torch.fx.Node) -> tuple[int | str, ...]:
+    """Return the arguments that a call writes to, by position or keyword."""
+    if isinstance(target, str):
+        return (0,) if target.endswith("_") and not target.endswith("__") else ()
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = target.overloads()  # type: ignore[no-untyped-call]
+        target = getattr(target, overloads[0]) if len(overloads) == 1 else None
+    if isinstance(target, torch._ops.OpOverload):
+        found: list[int | str] = []
+        for place, argument in enumerate(target._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            if place < len(node.args):
+                found.append(place)
+            elif argument.name in node.kwargs:
+                found.append(argument.name)
+        return tuple(found)
+    try:
+        if target in _IN_PLACE:
+            return (0,)
+    except TypeError:  # a target that cannot be hashed
+        return ()
+    name = getattr(target, "__name__", "")
+    return (0,) if name.endswith("_") and not name.endswith("__") else ()
 
 
 def canonical_path(path: str, prefix: str = "") -> str:
@@ -129,17 +124,6 @@ def canonical_path(path: str, prefix: str = "") -> str:
     return ".".join(([prefix] if prefix else []) + parts)
 
 
-def _collect(value: Any, found: list[int]) -> None:
-    if isinstance(value, Ref):
-        found.append(value.index)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            _collect(item, found)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            _collect(item, found)
-
-
 def _plain(value: Any, index: Mapping[torch.fx.Node, int]) -> Any:
     """Return an FX argument as data."""
     if isinstance(value, torch.fx.Node):
@@ -155,7 +139,7 @@ def _plain(value: Any, index: Mapping[torch.fx.Node, int]) -> Any:
         return {"slice": tuple(_plain(bound, index) for bound in bounds)}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    return str(value)
+    return "..." if value is Ellipsis else str(value)
 
 
 def _value(node: torch.fx.Node) -> Any:
@@ -163,17 +147,28 @@ def _value(node: torch.fx.Node) -> Any:
     return node.meta.get("example_value") if value is None else value
 
 
+def _by_tensor(key: Any) -> bool:
+    """Whether an index is or holds a tensor: a gather, not a view."""
+    if isinstance(key, torch.fx.Node):
+        return isinstance(_value(key), torch.Tensor)
+    return isinstance(key, (tuple, list)) and any(map(_by_tensor, key))
+
+
 def _shape(value: torch.Tensor) -> tuple[int | None, ...]:
     return tuple(int(d) if isinstance(d, int) else None for d in value.shape)
 
 
-def _module_of(node: torch.fx.Node, prefix: str) -> tuple[str, str]:
+def _module_of(
+    node: torch.fx.Node, prefix: str, known: dict[str, str]
+) -> tuple[str, str]:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return (prefix, "")
-    path, cls = list(stack.values())[-1]
+    path, cls = next(reversed(stack.values()))
+    if path not in known:
+        known[path] = canonical_path(path, prefix)
     name = cls if isinstance(cls, str) else getattr(cls, "__name__", "")
-    return (canonical_path(path, prefix), name.rpartition(".")[2])
+    return (known[path], name.rpartition(".")[2])
 
 
 def capture(
@@ -181,6 +176,7 @@ def capture(
     placeholders: Mapping[str, PlaceholderInfo] | None = None,
     *,
     prefix: str = "",
+    attributes: Mapping[str, Mapping[str, Scalar]] | None = None,
 ) -> CapturedGraph:
     """Return an FX graph as data.
 
@@ -190,9 +186,13 @@ def capture(
         placeholders: What is known of the placeholders, by their names in `graph`;
             one that is not named is an input.
         prefix: Path of the compiled module in the whole model.
+        attributes: What the engine knows of opaque operators by the path of the module
+            that runs them, and of parameters and buffers by theirs.
     """
     known = placeholders or {}
     index: dict[torch.fx.Node, int] = {}
+    paths: dict[str, str] = {}
+    own_results: dict[torch.fx.Node, int] = {}
     nodes: list[CapturedNode] = []
     for node in graph.nodes:
         index[node] = len(nodes)
@@ -226,6 +226,12 @@ def capture(
             item.op, item.target = "output", "output"
         else:
             item.target = op_name(node.target)
-            item.module, item.module_class = _module_of(node, prefix)
+            item.module, item.module_class = _module_of(node, prefix, paths)
+            item.mutates = mutated(node.target, node)
+            if item.target == "getitem" and _by_tensor(node.args[1:]):
+                item.target = "index"
+            unwrap_functionalized(node, item, own_results, op_name)
+        if attributes and item.module in attributes:
+            item.attributes = dict(attributes[item.module])
         nodes.append(item)
     return CapturedGraph(tuple(nodes))

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from jetrl_compile.capture import CapturedNode, Ref
+from jetrl_compile.captured_graph import CapturedNode, Ref
+from jetrl_compile.describe_attention import attention_params
 from jetrl_compile.formats import FLOATING
 from jetrl_compile.node_groups import Group, is_activation_class
 from jetrl_compile.op_classes import (
@@ -12,7 +13,9 @@ from jetrl_compile.op_classes import (
     EMBEDDINGS,
     GATED_ACTIVATIONS,
     GROUPED_GEMMS,
+    JOINS,
     MATMULS,
+    MULS,
     NORMS,
     POINTWISE,
     ROPES,
@@ -20,7 +23,7 @@ from jetrl_compile.op_classes import (
     TOPKS,
 )
 from jetrl_compile.precision_graph import Scalar
-from jetrl_compile.tensor_sources import TensorSources, scalar_args
+from jetrl_compile.tensor_sources import TensorSources, narrower, scalar_args
 
 _ACTIVATION_NAMES = {
     "siluactivation": "silu",
@@ -28,17 +31,21 @@ _ACTIVATION_NAMES = {
     "newgeluactivation": "gelu_tanh",
     "pytorchgelutanh": "gelu_tanh",
     "geluactivation": "gelu",
+    "geluandmul": "gelu",
     "fastgeluactivation": "gelu_tanh",
     "quickgeluactivation": "quick_gelu",
 }
-_REDUCTIONS = frozenset("sum mean amax amin var var_mean prod cumsum".split())
-_ROUTING = frozenset(
-    """
-    index index_add index_put scatter scatter_add gather index_select one_hot
-    histc bincount nonzero masked_select
-    """.split()
+_REDUCTIONS = frozenset(
+    ("sum", "mean", "amax", "amin", "var", "var_mean", "prod", "cumsum")
 )
-_STATISTICS = frozenset("mean var var_mean".split())
+_ROUTING = frozenset(
+    (
+        *("index", "index_add", "index_put", "index_select", "gather", "scatter"),
+        *("scatter_add", "masked_select", "nonzero", "one_hot", "histc", "bincount"),
+    )
+)
+_STATISTICS = frozenset(("mean", "var", "var_mean"))
+_SINGLE = ADDS | POINTWISE - _REDUCTIONS | ACTIVATIONS
 
 
 @dataclass(slots=True)
@@ -60,6 +67,8 @@ class Description:
 
 def compute_dtype(nodes: list[CapturedNode]) -> str:
     """Return the widest floating dtype of the nodes' results; else the first dtype."""
+    if len(nodes) == 1 and nodes[0].dtype:
+        return nodes[0].dtype
     dtypes = [name for node in nodes for name in (node.dtype, *node.outputs) if name]
     floating = [name for name in dtypes if name in FLOATING]
     if floating:
@@ -70,28 +79,30 @@ def compute_dtype(nodes: list[CapturedNode]) -> str:
 def describe(group: Group, sources: TensorSources) -> Description:
     """Return what a group of nodes is."""
     nodes = [sources.nodes[index] for index in group.nodes]
-    names = {node.target for node in nodes}
-    computed = compute_dtype(nodes)
-    first = nodes[0]
-    if group.shape == "index":
+    shape = group.shape
+    if shape == "index":
         return Description("index", "index", {}, "")
-    if group.shape == "backward":
+    computed = compute_dtype(nodes)
+    if shape == "backward":
         return Description("backward", "backward", {}, computed)
-    if group.shape == "sum":
+    if shape == "sum":
         return Description("backward", "grad_sum", {}, computed)
-    if group.shape == "rope":
+    if shape == "rope":
         return Description("rope", "rope", {}, computed)
-    if group.shape == "attention" or names & ATTENTION:
-        return Description("attention", "attention", _attention(nodes), _read(first))
-    if group.shape == "gated" or first.target in GATED_ACTIVATIONS:
-        return Description("activation", "activation", _gated(group, sources), computed)
+    first = nodes[0]
+    names = {node.target for node in nodes}
+    if shape == "attention" or names & ATTENTION:
+        params, computed = attention_params(group, sources)
+        return Description("attention", "attention", params, computed)
+    if shape == "gated" or first.target in GATED_ACTIVATIONS:
+        return _gated(group, sources)
     if names & NORMS:
-        return Description("norm", "norm", _opaque_norm(first), "fp32")
+        return Description("norm", "norm", _opaque_norm(first, sources), "fp32")
     if names & ROPES:
         return Description("rope", "rope", {}, computed)
-    if group.shape == "leaf":
+    if shape == "leaf":
         return _leaf(group, nodes, names, sources, computed)
-    return _single(first, computed)
+    return _single(first, sources, group.nodes[0], computed)
 
 
 def _leaf(
@@ -107,55 +118,47 @@ def _leaf(
         return Description("rope_table", "rope_table", {}, computed)
     if is_activation_class(nodes[0]):
         params: dict[str, Scalar] = {"function": _activation(nodes[0])}
-        return Description("activation", "activation", params, computed)
+        return Description("activation", "activation", params, _in_activation(nodes))
     if "rsqrt" in names or (names & _STATISTICS and names & {"sqrt", "div", "pow"}):
         return Description("norm", "norm", _norm(group, sources), computed)
     if names & TOPKS:
         return Description("routing", "routing", {}, computed)
     if len(nodes) == 1:
-        return _single(nodes[0], computed)
-    if names <= POINTWISE | {"cat"}:
+        return _single(nodes[0], sources, group.nodes[0], computed)
+    if names <= POINTWISE | JOINS:
         return Description("elementwise", "elementwise", {}, computed)
     return Description("unknown", "+".join(sorted(names)), {}, computed)
 
 
-def _single(node: CapturedNode, computed: str) -> Description:
+def _single(
+    node: CapturedNode, sources: TensorSources, index: int, computed: str
+) -> Description:
     name = node.target
     params: dict[str, Scalar] = {}
+    if name in _SINGLE:
+        scalars = scalar_args(node)
+        if scalars:
+            params["scalar"] = scalars[0]
+        return Description("elementwise", name, params, computed)
     if name in EMBEDDINGS:
         return Description("embedding", "embedding", params, computed)
     if name in GROUPED_GEMMS:
         return Description("grouped_gemm", "grouped_gemm", params, "fp32")
     if name in MATMULS:
+        if any(map(sources.is_parameter, sources.inputs[index])):
+            return Description("grouped_gemm", "grouped_gemm", params, "fp32")
         return Description("elementwise", "matmul", params, "fp32")
     if name in SOFTMAXES:
         return Description("softmax", "softmax", params, computed)
     if name in TOPKS:
         return Description("routing", "topk", params, computed)
-    if name in ADDS | POINTWISE - _REDUCTIONS | ACTIVATIONS:
-        scalars = scalar_args(node)
-        if scalars:
-            params["scalar"] = scalars[0]
-        return Description("elementwise", name, params, computed)
     if name in _REDUCTIONS:
         return Description("reduction", name, params, computed)
-    if name in _ROUTING or name == "cat":
+    if name in JOINS:
+        return Description("elementwise", name, params, computed)
+    if name in _ROUTING:
         return Description("routing", name, params, computed)
     return Description("unknown", name, params, computed)
-
-
-def _read(node: CapturedNode) -> str:
-    """The dtype of an attention's result; it accumulates as its kernel does."""
-    return node.dtype or next((name for name in node.outputs if name), "")
-
-
-def _attention(nodes: list[CapturedNode]) -> dict[str, Scalar]:
-    params: dict[str, Scalar] = {}
-    for node in nodes:
-        scale = node.kwargs.get("scale")
-        if isinstance(scale, (int, float)):
-            params["scale"] = float(scale)
-    return params
 
 
 def _activation(node: CapturedNode) -> str:
@@ -163,33 +166,69 @@ def _activation(node: CapturedNode) -> str:
     return _ACTIVATION_NAMES.get(name, name.removesuffix("activation"))
 
 
-def _gated(group: Group, sources: TensorSources) -> dict[str, Scalar]:
+def _in_activation(nodes: list[CapturedNode]) -> str:
+    """The dtype that an activation computes in.
+
+    A single operator computes in FP32 whatever it reads, as its decomposition shows; a
+    function that is written out rounds every step to the steps' dtype.
+    """
+    if len(nodes) == 1 and nodes[0].target in ACTIVATIONS | {"hardswish"}:
+        return "fp32"
+    return compute_dtype(nodes)
+
+
+def _gated(group: Group, sources: TensorSources) -> Description:
     """The function, and the dtype to which it is rounded before the multiply."""
     nodes = [sources.nodes[index] for index in group.nodes]
     opaque = GATED_ACTIVATIONS.get(nodes[0].target)
     if opaque is not None:
-        return {"function": opaque, "gated": True, "rounded": "fp32"}
+        # These kernels compute in FP32 and round to the input's dtype before they
+        # multiply. Source: vLLM, csrc/activation_kernels.cu.
+        rounded = nodes[0].dtype or next((d for d in nodes[0].outputs if d), "")
+        params: dict[str, Scalar] = {"function": opaque, "gated": True}
+        params["rounded"] = nodes[0].attributes.get("rounded", rounded)
+        return Description("activation", "activation", params, "fp32")
     product = group.nodes[-1]
     inner = [
         sources.source(read).dtype
         for read in sources.inputs[product]
         if sources.source(read).index in group.members
     ]
-    rounded = inner[0] if inner else ""
-    return {"function": _activation(nodes[0]), "gated": True, "rounded": rounded}
+    result = sources.nodes[product].dtype
+    rounded = narrower(inner[0], result) if inner else result
+    params = {"function": _activation(nodes[0]), "gated": True, "rounded": rounded}
+    return Description("activation", "activation", params, _in_activation(nodes[:-1]))
 
 
-def _opaque_norm(node: CapturedNode) -> dict[str, Scalar]:
+def _opaque_norm(node: CapturedNode, sources: TensorSources) -> dict[str, Scalar]:
+    """eps, and the dtype that is rounded to before the weight multiplies.
+
+    torch multiplies in FP32; vLLM's operators round to the weight's dtype first, as
+    Hugging Face's modules do.
+    """
     numbers = [node.kwargs.get("eps"), node.kwargs.get("epsilon"), *scalar_args(node)]
     eps = [n for n in numbers if isinstance(n, float)]
-    return {"eps": eps[-1]} if eps else {}
+    params: dict[str, Scalar] = {"eps": eps[-1]} if eps else {}
+    params["rounded"] = "fp32"
+    if "." in node.target:
+        params["rounded"] = next(
+            (
+                sources.nodes[read].dtype
+                for read in node.inputs()
+                if sources.is_parameter(read)
+            ),
+            node.dtype,
+        )
+    return params
 
 
 def _norm(group: Group, sources: TensorSources) -> dict[str, Scalar]:
-    """eps, and the constant added to the weight (Gemma's 1)."""
+    """eps, the constant added to the weight (Gemma's 1), and as `_opaque_norm`."""
     params: dict[str, Scalar] = {}
     for index in group.nodes:
         node = sources.nodes[index]
+        if node.target in MULS:
+            params["rounded"] = node.dtype
         if node.target not in ADDS:
             continue
         read = [arg.index for arg in node.args if isinstance(arg, Ref)]

@@ -2,15 +2,14 @@
 
 from dataclasses import dataclass
 
-from jetrl_compile.capture import CapturedNode, Ref
+from jetrl_compile.captured_graph import CapturedNode, Ref
 from jetrl_compile.op_classes import (
     EMBEDDINGS,
     LOWERED_GEMM,
     LOWERED_QUANTIZE,
     LOWERED_REQUANTIZE,
     MATMULS,
-    RESHAPES,
-    TRANSPOSES,
+    SAME_MATRIX,
 )
 from jetrl_compile.tensor_sources import TensorSources, WeightSource
 
@@ -18,6 +17,7 @@ from jetrl_compile.tensor_sources import TensorSources, WeightSource
 FUSED_LAYERS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
 
 
@@ -96,6 +96,7 @@ class GemmSites:
         self.sites: dict[int, GemmSite] = {}
         self._by_weight: dict[int, GemmSite] = {}
         self._by_module: dict[str, GemmSite] = {}
+        self._by_input: dict[int, list[GemmSite]] = {}
         for index, node in enumerate(sources.nodes):
             if node.op != "call":
                 continue
@@ -109,6 +110,8 @@ class GemmSites:
                 if site.role == "fprop":
                     self._by_weight.setdefault(site.weight, site)
                     self._by_module.setdefault(site.module, site)
+                    readers = self._by_input.setdefault(self._matrix(site.a), [])
+                    readers.append(site)
 
     def stored(self, weight: int) -> int:
         """Return the placeholder behind a weight: through a dequantize to its codes."""
@@ -183,7 +186,7 @@ class GemmSites:
     def _wgrad(self, index: int, node: CapturedNode, a: int, b: int) -> GemmSite | None:
         forward = self._by_module.get(node.module)
         if forward is None:
-            forward = self._by_input(a, b)
+            forward = self._reader(a, b)
         if forward is None:
             return None
         stored = self.sources.nodes[forward.weight].shape
@@ -202,16 +205,21 @@ class GemmSites:
             index, "wgrad", forward.module, forward.weight, transposed, a, b
         )
 
-    def _by_input(self, a: int, b: int) -> GemmSite | None:
+    def _reader(self, a: int, b: int) -> GemmSite | None:
         """The forward GEMM that reads one of the two: for graphs without modules."""
         wanted = {self._matrix(a), self._matrix(b)}
-        found = [s for s in self._by_weight.values() if self._matrix(s.a) in wanted]
-        return found[0] if len(found) == 1 else None
+        found = {
+            site.weight: site
+            for matrix in wanted
+            for site in self._by_input.get(matrix, ())
+            if self._by_weight[site.weight] is site
+        }
+        return next(iter(found.values())) if len(found) == 1 else None
 
     def _matrix(self, index: int) -> int:
         """The tensor behind transposes, reshapes."""
         nodes, inputs = self.sources.nodes, self.sources.inputs
-        while nodes[index].target in TRANSPOSES | RESHAPES and inputs[index]:
+        while nodes[index].target in SAME_MATRIX and inputs[index]:
             index = inputs[index][0]
         return index
 

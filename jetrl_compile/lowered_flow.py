@@ -1,13 +1,17 @@
-"""Read the flow of a lowered GEMM's operand back from the operators that make it."""
+"""Read the flow of a GEMM operand back from the operators that make or store it."""
 
-from jetrl_compile.capture import CapturedNode
+from typing import Any
+
+from jetrl_compile.captured_graph import CapturedNode
 from jetrl_compile.formats import AMAX_FLOOR, Flow
-from jetrl_compile.gemm_sites import quantized_operand
+from jetrl_compile.gemm_sites import GemmSite, quantized_operand
 from jetrl_compile.granularity import Granularity
-from jetrl_compile.op_classes import LOWERED_REQUANTIZE
+from jetrl_compile.op_classes import LOWERED_DEQUANTIZE, LOWERED_REQUANTIZE
 from jetrl_compile.tensor_sources import TensorSources
 
 DIRECTION = {"fprop": "K", "dgrad": "N", "wgrad": "M"}
+# What an engine may say of stored codes that are not made by the contract.
+_STORED = ("scale_format", "amax_floor", "scale_apply", "source_dtype", "scale_layout")
 
 
 def lowered_provider(node: CapturedNode) -> str:
@@ -34,20 +38,7 @@ def lowered_flow(
     region = node.args[4:6] if codes == 0 else node.args[6:8]
     made = quantized_operand(sources, read)
     if made is None:
-        # Codes stored in the model: made from BF16 by the weight sync.
-        scales = sources.source(node.args[codes + 1].index).index
-        powers = sources.nodes[scales].module.endswith("_ue8m0")
-        flow = Flow(
-            "e4m3",
-            Granularity(*region),
-            DIRECTION[role],
-            "ue8m0" if powers else "fp32",
-            AMAX_FLOOR,
-            "divide",
-            "bf16",
-            "row_major",
-        )
-        return read, flow
+        return read, _stored(sources, read, node.args[codes + 1].index, region, role)
     quantize, _ = made
     if quantize.target == LOWERED_REQUANTIZE:
         rows, cols, _, scale_format, floor = quantize.args[4:9]
@@ -68,3 +59,33 @@ def lowered_flow(
         "row_major",
     )
     return held, flow
+
+
+def stored_flow(sources: TensorSources, site: GemmSite) -> Flow | None:
+    """Return the flow of a weight that is stored as codes and dequantized, or None."""
+    node = sources.nodes[site.weight]
+    if node.target != LOWERED_DEQUANTIZE:
+        return None
+    codes, scales, *region = node.args[:4]
+    return _stored(sources, codes.index, scales.index, tuple(region), site.role)
+
+
+def _stored(
+    sources: TensorSources, codes: int, scales: int, region: tuple[int, ...], role: str
+) -> Flow:
+    """Codes stored in the model: made from BF16 by the weight sync.
+
+    Scales whose buffer is called "..._ue8m0" are powers of two; an engine that makes
+    its codes otherwise says so in the attributes of the codes.
+    """
+    held = sources.nodes[sources.source(codes).index]
+    name = sources.nodes[sources.source(scales).index].module
+    values: dict[str, Any] = {
+        "scale_format": "ue8m0" if name.endswith("_ue8m0") else "fp32",
+        "amax_floor": AMAX_FLOOR,
+        "scale_apply": "divide",
+        "source_dtype": "bf16",
+        "scale_layout": "row_major",
+    }
+    values |= {key: held.attributes[key] for key in _STORED if key in held.attributes}
+    return Flow("e4m3", Granularity(*region), DIRECTION[role], **values)

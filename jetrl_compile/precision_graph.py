@@ -43,6 +43,7 @@ KINDS = (
 )
 OPERATOR_PHASES = ("forward", "backward")
 Scalar = str | int | float | bool
+UNKNOWN = "unknown"  # a parameter that the graph does not show; it is not compared
 
 
 @dataclass(frozen=True, slots=True)

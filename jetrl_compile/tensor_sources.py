@@ -3,21 +3,30 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jetrl_compile.capture import CapturedGraph, CapturedNode, Ref
+from jetrl_compile.captured_graph import CapturedGraph, CapturedNode, Ref
 from jetrl_compile.formats import FLOATING
 from jetrl_compile.op_classes import (
+    CACHE_WRITES,
     CASTS,
     CONSTANTS,
-    RESHAPES,
+    JOINS,
+    LOOKUPS,
+    LOWERED_DEQUANTIZE,
+    SAME_MATRIX,
     TRANSPOSES,
     VIEWS,
 )
 
 _BITS = {name: bits for bits, name in enumerate(FLOATING)}
+_ONE_INPUT = VIEWS | CASTS
+_SEEN_THROUGH = CASTS | SAME_MATRIX | {"expand"}
+ROPE_TABLE = "cos_sin_cache"  # vLLM's buffer of cosines and sines
 
 
 def narrower(a: str, b: str) -> str:
     """Return the narrower of two floating dtypes; the second where one is neither."""
+    if a == b:
+        return a
     if a in _BITS and b in _BITS:
         return a if _BITS[a] <= _BITS[b] else b
     return b
@@ -62,8 +71,10 @@ class TensorSources:
         inputs: For each node, the nodes that it reads.
         users: For each node, the nodes that read it.
         is_index: For each node, whether it carries no activation or weight: integers,
-            booleans, and floats made from those alone (masks).
-        passes: For each node, whether it is a view or a cast.
+            booleans, sizes, and floats made from those alone (masks).
+        parent: For each node that is a view, a cast, or a write into a cache, the one
+            tensor that it reads its values from; else -1.
+        passes: For each node, whether it is one of these.
     """
 
     def __init__(self, graph: CapturedGraph) -> None:
@@ -71,15 +82,20 @@ class TensorSources:
         self.inputs = [node.inputs() for node in graph.nodes]
         self.users: list[list[int]] = [[] for _ in graph.nodes]
         for index, read in enumerate(self.inputs):
-            for source in dict.fromkeys(read):
+            if len(read) > 1:
+                read = list(dict.fromkeys(read))
+            for source in read:
                 self.users[source].append(index)
-        self.passes = [self._passes(index) for index in range(len(self.nodes))]
+        self.parent: list[int] = []
+        self.passes: list[bool] = []
         self.is_index: list[bool] = []
-        for index in range(len(self.nodes)):
-            self.is_index.append(self._is_index(index))
         self._sources: list[Source] = []
-        for index in range(len(self.nodes)):
-            self._sources.append(self._source(index))
+        for index, node in enumerate(graph.nodes):
+            parent = self._passed(index, node) if node.op == "call" else -1
+            self.parent.append(parent)
+            self.passes.append(parent >= 0)
+            self.is_index.append(self._is_index(index, node))
+            self._sources.append(self._source(index, node, parent))
 
     def source(self, index: int) -> Source:
         """Return where the tensor of a node comes from."""
@@ -98,27 +114,52 @@ class TensorSources:
             if node.op == "placeholder":
                 stored = node.target != "input" and len(node.shape) == 2
                 return WeightSource(index, transposed, dtype) if stored else None
-            if node.target == "jetrl.dequantize":
+            if node.target == LOWERED_DEQUANTIZE:
                 return WeightSource(index, transposed, dtype)
             if node.target in TRANSPOSES:
                 transposed = not transposed
-            elif not (node.target in CASTS | RESHAPES or node.target == "expand"):
+            elif node.target not in _SEEN_THROUGH:
                 return None
             if not self.inputs[index]:
                 return None
             index = self.inputs[index][0]
 
-    def _passes(self, index: int) -> bool:
-        node = self.nodes[index]
-        if node.op != "call" or not self.inputs[index]:
-            return False
-        if node.target in VIEWS or node.target in CASTS or _is_identity(node):
-            return True
-        return node.target == "cat" and self._cache_append(index) is not None
+    def is_parameter(self, index: int) -> bool:
+        """Return whether a tensor is a parameter or a buffer, seen through views."""
+        node = self.nodes[self._sources[index].index]
+        return node.op == "placeholder" and node.target != "input"
 
-    def _cache_append(self, index: int) -> int | None:
-        """Return what is appended to a key/value cache by a concatenation, or None."""
-        parts = self.inputs[index]
+    def _passed(self, index: int, node: CapturedNode) -> int:
+        """Return the node whose values a call passes on, or -1 if it computes."""
+        read = self.inputs[index]
+        if not read:
+            return -1
+        target = node.target
+        if target in _ONE_INPUT or (target == "dropout" and _drops_nothing(node)):
+            return read[0]
+        if target in JOINS:
+            return self._appended(read) if len(read) == 2 else -1
+        if target in CACHE_WRITES:
+            place = CACHE_WRITES[target]
+            value = node.args[place] if place < len(node.args) else None
+            if isinstance(value, Ref) and (target == "copy" or self._cache(read[0])):
+                return value.index
+        if target in LOOKUPS and self._is_rope_table(read):
+            return next(i for i in read if self._is_rope_table([i]))
+        return -1
+
+    def _cache(self, index: int) -> bool:
+        """Whether a tensor is an input or buffer, or a part or an update of one."""
+        while self.nodes[index].op == "call":
+            node = self.nodes[index]
+            writes = node.target in CACHE_WRITES and self.passes[index]
+            if not (node.target in VIEWS or writes) or not self.inputs[index]:
+                return False
+            index = self.inputs[index][0]
+        return self.nodes[index].target in ("input", "buffer")
+
+    def _appended(self, parts: list[int]) -> int:
+        """Return what a concatenation appends to a key/value cache, or -1."""
         fresh = [
             part
             for part in parts
@@ -127,45 +168,42 @@ class TensorSources:
                 and self.nodes[part].target == "input"
             )
         ]
-        return fresh[0] if len(parts) == 2 and len(fresh) == 1 else None
+        return fresh[0] if len(fresh) == 1 else -1
 
-    def _is_index(self, index: int) -> bool:
-        node = self.nodes[index]
+    def _is_rope_table(self, read: list[int]) -> bool:
+        nodes, sources = self.nodes, self._sources
+        return any(nodes[sources[i].index].module.endswith(ROPE_TABLE) for i in read)
+
+    def _is_index(self, index: int, node: CapturedNode) -> bool:
         if node.op == "attribute":
             return True
+        if node.op == "placeholder":
+            return not _floats(node)
         if node.op != "call":
-            return node.op == "placeholder" and bool(node.dtype) and not _floats(node)
-        if node.dtype and node.dtype not in FLOATING and not _complex(node):
-            return True
-        read = self.inputs[index]
-        if not read:
-            return True
-        return all(self.is_index[source] for source in read) or (
-            node.target in CONSTANTS
-        )
+            return False
+        if node.dtype not in _BITS:
+            if node.dtype and not node.dtype.startswith("complex"):
+                return True
+            if not node.dtype and not any(node.outputs):
+                return True  # a size, or nothing
+        is_index = self.is_index
+        return node.target in CONSTANTS or all(is_index[i] for i in self.inputs[index])
 
-    def _source(self, index: int) -> Source:
-        node = self.nodes[index]
-        if not self.passes[index]:
+    def _source(self, index: int, node: CapturedNode, parent: int) -> Source:
+        if parent < 0:
             return Source(index, node.dtype)
-        parent = self.inputs[index][0]
-        if node.target == "cat":
-            appended = self._cache_append(index)
-            parent = parent if appended is None else appended
         before = self._sources[parent]
         if node.target == "getitem" and not self.nodes[parent].dtype:
             slot = node.args[1] if len(node.args) > 1 else 0
             if before.index == parent and isinstance(slot, int):
                 return Source(parent, node.dtype, slot)
+        if before.dtype == node.dtype:
+            return before
         return Source(before.index, narrower(before.dtype, node.dtype), before.slot)
 
 
 def _floats(node: CapturedNode) -> bool:
-    return node.dtype in FLOATING or _complex(node)
-
-
-def _complex(node: CapturedNode) -> bool:
-    return node.dtype.startswith("complex")
+    return node.dtype in _BITS or node.dtype.startswith("complex")
 
 
 def scalar_args(node: CapturedNode) -> list[int | float]:
@@ -173,14 +211,11 @@ def scalar_args(node: CapturedNode) -> list[int | float]:
     return [
         arg
         for arg in node.args
-        if isinstance(arg, (int, float)) and not isinstance(arg, (bool, Ref))
+        if isinstance(arg, (int, float)) and not isinstance(arg, bool)
     ]
 
 
-def _is_identity(node: CapturedNode) -> bool:
-    """Whether a node is a dropout that drops nothing."""
-    if node.target != "dropout":
-        return False
+def _drops_nothing(node: CapturedNode) -> bool:
     p = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else 0.5)
     training = node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True)
     return p == 0 or training is False
