@@ -1,5 +1,6 @@
 """Levels 1 to 4 on a live pair: a trainer's model and its rollout model."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -139,7 +140,14 @@ def _run(model: nn.Module, inputs: dict[str, Tensor], options: dict[str, Any]) -
             called = torch.compile(
                 model, backend="jetrl", fullgraph=True, options=options
             )
-        with torch.set_grad_enabled(options["phase"] == "train"):
+        with (
+            warnings.catch_warnings(),
+            torch.set_grad_enabled(options["phase"] == "train"),
+        ):
+            # A float attribute (eps) that differs between layers stays a constant.
+            torch._dynamo.config.specialize_float = True
+            # Dynamo looks at .grad of the activations between layers.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
             logits = called(**inputs, use_cache=False).logits.detach()
     except torch._dynamo.exc.BackendCompilerFailed as error:
         raise error.inner_exception from None

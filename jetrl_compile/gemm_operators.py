@@ -6,6 +6,7 @@ from jetrl_compile.gemm_sites import GemmSite
 from jetrl_compile.graph_state import GraphState
 from jetrl_compile.lowered_flow import lowered_flow, lowered_provider, stored_flow
 from jetrl_compile.op_classes import LOWERED_GEMM
+from jetrl_compile.precision_graph import Operator
 
 _OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 
@@ -52,14 +53,38 @@ def add_gemm(state: GraphState, index: int, node: CapturedNode, site: GemmSite) 
         if right == "w":
             weight = stored_flow(state.sources, site) or state.flow(site.weight_dtype)
         operands = [(left, a, None), (right, b, weight)]
+    tied = _tied_weight(state, site) if right == "w" and len(names) == 1 else ""
     for number, name in enumerate(names):
         for operand, read, flow in operands:
-            state.part_edge(name, operand, read, flow, number, len(names))
+            if operand == "w" and tied:
+                assert flow is not None
+                state.link(tied, name, operand, flow)
+            else:
+                state.part_edge(name, operand, read, flow, number, len(names))
     if site.bias is not None and not lowered:
         state.made[index] = [
             _bias(state, index, name, site.bias, number, len(names))
             for number, name in enumerate(names)
         ]
+
+
+def _tied_weight(state: GraphState, site: GemmSite) -> str:
+    """Return the layer's own name of a weight that another module owns, or "".
+
+    A rollout model may store the two apart (the head in FP8, the embedding in BF16), so
+    the head's weight has one name on both sides.
+    """
+    stored = state.nodes[state.sites.stored(site.weight)].module
+    owner = stored.rpartition(".")[0]
+    if not owner or owner == site.module:
+        return ""
+    name = f"{site.module}.weight"
+    if name not in state.node_of:
+        state.operators.append(
+            Operator(name, "parameter", module=site.module, reason=f"tied to {stored}")
+        )
+        state.node_of[name] = state.nodes[site.weight].name
+    return name
 
 
 def _bias(
