@@ -143,9 +143,9 @@ def _run(model: nn.Module, inputs: dict[str, Tensor], options: dict[str, Any]) -
         with (
             warnings.catch_warnings(),
             torch.set_grad_enabled(options["phase"] == "train"),
-        ):
             # A float attribute (eps) that differs between layers stays a constant.
-            torch._dynamo.config.specialize_float = True
+            torch._dynamo.config.patch(specialize_float=True),
+        ):
             # Dynamo looks at .grad of the activations between layers.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
             logits = called(**inputs, use_cache=False).logits.detach()
