@@ -27,7 +27,7 @@ _HOMES = {
     "ProviderError": "errors",
     "Recipe": "recipe",
     "RecipeError": "errors",
-    "RecompileLimitWarning": "backend",
+    "RecompileLimitWarning": "recompile_limit",
     "RefitError": "errors",
     "check_containment": "containment",
     "check_phases": "report_sink",

@@ -63,6 +63,7 @@ def store_report(key: str, report: CompileReport) -> None:
         "recipe": report.recipe,
         "changes": dict(report.changes),
         "providers": dict(report.providers),
+        "unmatched": list(report.unmatched),
         "graph": graph_to_json(report.graph),
     }
     write_text(path, json.dumps(document))
@@ -74,6 +75,7 @@ def load_report(key: str) -> CompileReport | None:
     try:
         document = json.loads(path.read_text())
         graph = graph_from_json(document.pop("graph"))
+        document["unmatched"] = tuple(document["unmatched"])
         return CompileReport(**document, graph=graph, from_cache=True)
     except FileNotFoundError:
         return None

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from jetrl_compile.errors import RecipeError
-from jetrl_compile.kernels.dispatch import get_provider
+from jetrl_compile.errors import ProviderError, RecipeError
+from jetrl_compile.kernels.dispatch import PROVIDERS, get_provider
 from jetrl_compile.recipe import PHASES, Recipe, get_recipe
 
 LOWERINGS = ("inductor", "aot")
@@ -26,6 +26,8 @@ class CompileOptions:
         providers: Names of GEMM providers, the preferred one first.
         module_path: Path of the compiled module in the whole model, such as
             "model.layers.0": names in graphs and patterns in recipes are whole paths.
+            A pattern that matches nothing is an error in the graph of a whole model,
+            from embedding to output head; elsewhere the report names it.
         report: Called with each `CompileReport`, or a folder that the precision graphs
             are written to.
         recorder: Records values while the graphs run (lowering "aot" only); used by
@@ -65,15 +67,31 @@ def parse_options(options: Mapping[str, Any] | None) -> CompileOptions:
     )
     for provider in given["providers"]:
         get_provider(provider)
+    if not given["providers"]:
+        raise ProviderError(
+            f"option providers is empty; list at least one of {', '.join(PROVIDERS)}"
+        )
     if isinstance(given.get("report"), str):
         given["report"] = Path(given["report"])
     chosen = CompileOptions(**given)
-    for name, value, allowed in (
-        ("phase", chosen.phase, PHASES),
-        ("lowering", chosen.lowering, LOWERINGS),
+    report = chosen.report
+    for name, good, needed in (
+        ("phase", chosen.phase in PHASES, " or ".join(PHASES)),
+        ("lowering", chosen.lowering in LOWERINGS, " or ".join(LOWERINGS)),
+        ("module_path", isinstance(chosen.module_path, str), "a module path"),
+        (
+            "report",
+            report is None or isinstance(report, Path) or callable(report),
+            "a folder or a callable",
+        ),
     ):
-        if value not in allowed:
+        if not good:
             raise RecipeError(
-                f"option {name}={value!r} is unknown; use {' or '.join(allowed)}"
+                f"option {name}={getattr(chosen, name)!r} is unknown; use {needed}"
             )
+    if chosen.recorder is not None and chosen.lowering != "aot":
+        raise RecipeError(
+            "option recorder needs lowering='aot', where the graphs run operator by "
+            "operator; Inductor fuses them"
+        )
     return chosen

@@ -6,11 +6,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch.fx import Graph
 
 from jetrl_compile.capture import PlaceholderInfo
-from jetrl_compile.passes.annotate_precision import annotate_precision
+from jetrl_compile.passes.annotate_precision import (
+    annotate_precision,
+    linear_roles,
+)
 from jetrl_compile.passes.canonicalize import canonicalize
 from jetrl_compile.passes.context import Context
 from jetrl_compile.passes.insert_quantize import insert_quantize
@@ -19,13 +24,41 @@ from jetrl_compile.passes.verify import verify
 from jetrl_compile.precision_graph import Operator, PrecisionGraph
 from jetrl_compile.recipe import GEMM_ROLES, Recipe
 
+aten = torch.ops.aten
+
 
 def annotate(context: Context) -> int:
     """Set `context.annotated`; return the number of GEMMs that are to be FP8."""
-    context.annotated = annotate_precision(
-        context.built.graph, context.recipe, context.phase
-    )
+    graph, recipe = context.built.graph, context.recipe
+    modules = _gemm_modules(graph)
+    if not context.prefix and _is_whole_model(graph):
+        recipe.check_patterns(sorted(modules))
+    context.unmatched = recipe.unmatched(modules)
+    context.annotated = annotate_precision(graph, recipe, context.phase)
     return sum(map(context.annotated.is_fp8, context.annotated.gemms()))
+
+
+def _gemm_modules(graph: PrecisionGraph) -> set[str]:
+    kinds = ("gemm", "grouped_gemm")
+    return {op.module for op in graph.operators if op.kind in kinds}
+
+
+def _is_whole_model(graph: PrecisionGraph) -> bool:
+    """Whether a graph goes from an embedding to an output head.
+
+    Only there is a pattern that matches nothing an error: a graph of a layer, or of a
+    part between two graph breaks, does not hold the modules that others name.
+    """
+    embeds = any(op.kind == "embedding" for op in graph.operators)
+    return embeds and "lm_head" in linear_roles(graph).values()
+
+
+def _vocabulary(graph: Graph) -> str:
+    """The numbers of rows of the embedding tables, which tell an output head."""
+    nodes = graph.find_nodes(op="call_function", target=aten.embedding.default)
+    tables: list[Any] = [node.args[0] for node in nodes]
+    sizes = {table.meta["val"].shape[0] for table in tables}
+    return " ".join(sorted(str(size) for size in sizes))
 
 
 # Each pass leaves the graph lint-clean, with the true meta["val"] on every node.
@@ -54,6 +87,8 @@ class CompileReport:
         graph: The precision graph of the lowered graph.
         changes: For each pass, what it counted.
         providers: For each lowered GEMM, the provider and why it was chosen.
+        unmatched: The recipe's patterns that match no GEMM of this graph; an error if
+            the graph is a whole model, from the embedding to the output head.
         from_cache: Whether torch's compile cache held the graph, so that the passes
             did not run and the graph is the stored one.
         nodes: For each operator, the FX node of the lowered graph that makes its
@@ -67,6 +102,7 @@ class CompileReport:
     graph: PrecisionGraph
     changes: Mapping[str, int]
     providers: Mapping[str, str]
+    unmatched: tuple[str, ...] = ()
     from_cache: bool = False
     nodes: Mapping[str, str] = field(default_factory=dict, compare=False)
 
@@ -117,8 +153,10 @@ def run_passes(
         LoweringError: A GEMM that the recipe names was not lowered.
         ProviderError: No provider accepts a GEMM.
         ModelError: The model has weights that cannot be quantized.
+        RecipeError: The graph is a whole model, and a pattern matches nothing in it.
     """
     entries = {"phase": phase, "recipe": recipe.name, **(meta or {})}
+    entries["vocabulary"] = _vocabulary(graph)
     context = Context(
         graph, placeholders, recipe, phase, providers, prefix, meta=entries
     )
@@ -135,6 +173,7 @@ def run_passes(
             name: f"{choice.provider.name}: {choice.reason}"
             for name, choice in context.choices.items()
         },
+        unmatched=context.unmatched,
         nodes=context.built.node_of,
     )
 

@@ -137,6 +137,15 @@ class Recipe:
             return f"recipe {self.name} keeps the role {role} in high precision"
         return None
 
+    def unmatched(self, modules: Iterable[str]) -> tuple[str, ...]:
+        """Return the patterns that match none of some modules."""
+        known = list(modules)
+        return tuple(
+            pattern
+            for pattern in (*self.include, *self.exclude)
+            if not any(map(compile_pattern(pattern).fullmatch, known))
+        )
+
     def check_patterns(self, modules: Iterable[str]) -> None:
         """Check that each pattern matches a module of a whole model.
 
@@ -144,10 +153,7 @@ class Recipe:
             RecipeError: One matches nothing; near names are listed.
         """
         known = list(modules)
-        for pattern in (*self.include, *self.exclude):
-            regex = compile_pattern(pattern)
-            if any(regex.fullmatch(module) for module in known):
-                continue
+        for pattern in self.unmatched(known):
             near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3)
             hint = f"near names: {', '.join(near)}" if near else "it has no such GEMM"
             raise RecipeError(
@@ -209,6 +215,11 @@ def get_recipe(recipe: "str | Recipe") -> Recipe:
     """
     if isinstance(recipe, Recipe):
         return recipe
+    if not isinstance(recipe, str):
+        raise RecipeError(
+            f"recipe {recipe!r} is no name and no Recipe; use one of "
+            f"{', '.join(_REGISTRY)}"
+        )
     if recipe not in _REGISTRY:
         near = difflib.get_close_matches(recipe, _REGISTRY, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""

@@ -16,6 +16,7 @@ GROUPED_REASON = (
     "grouped expert GEMM: no FP8 kernel groups experts yet, so it stays in BF16"
 )
 _HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "score")
+_LAYERS = ("gemm", "grouped_gemm", "norm", "residual_add", "attention", "rope")
 # Operators that a router's result passes through on its way to the choice of experts.
 _TOWARDS_CHOICE = (
     "elementwise",
@@ -57,9 +58,19 @@ def annotate_precision(
     for name in lowered:
         _check_dtypes(graph, name)
     edges = tuple(_annotate(edge, lowered, recipe) for edge in graph.edges)
+    biased = {
+        edge.target
+        for edge in graph.edges
+        if edge.source in lowered and graph.by_name[edge.target].kind == "bias_add"
+    }
     operators = tuple(
         replace(op, reason=kept[op.name]) if op.name in kept else _without_reason(op)
         for op in graph.operators
+    )
+    # A bias is added to the BF16 result of an FP8 GEMM, not to its accumulator.
+    operators = tuple(
+        replace(op, compute_dtype="bf16") if op.name in biased else op
+        for op in operators
     )
     return PrecisionGraph(operators, edges, graph.meta)
 
@@ -73,9 +84,10 @@ def _without_reason(operator: Operator) -> Operator:
 def linear_roles(graph: PrecisionGraph) -> dict[str, str]:
     """Return the modules that are no plain linear layer: "lm_head" or "router".
 
-    A router's result reaches a top-k choice; an output head shares its weight with an
-    embedding, is called as output heads are, or makes as many numbers a token as the
-    embedding has rows without another operator after it.
+    A router's result reaches a top-k choice. An output head shares its weight with an
+    embedding; or makes as many numbers a token as an embedding of the graph has rows
+    (`meta["vocabulary"]`), and no layer follows it; or is called as heads are, which is
+    all that is left to tell where a head is compiled alone.
     """
     readers: dict[str, list[str]] = {}
     for edge in graph.edges:
@@ -85,15 +97,36 @@ def linear_roles(graph: PrecisionGraph) -> dict[str, str]:
         for edge in graph.edges
         if graph.by_name[edge.target].kind == "embedding"
     }
+    vocabulary = set(graph.meta.get("vocabulary", "").split())
     roles: dict[str, str] = {}
     for gemm in graph.gemms("fprop"):
         operands = graph.operands[gemm.name]
-        tied = "w" in operands and operands["w"].source in tables
-        if tied or gemm.module.rpartition(".")[2] in _HEAD_NAMES:
+        rows = str(dict(gemm.params).get("N", ""))
+        if (
+            ("w" in operands and operands["w"].source in tables)
+            or gemm.module.rpartition(".")[2] in _HEAD_NAMES
+            or (rows in vocabulary and _is_last(graph, gemm.name, readers))
+        ):
             roles[gemm.module] = "lm_head"
         elif _chooses(graph, gemm.name, readers):
             roles[gemm.module] = "router"
     return roles
+
+
+def _is_last(graph: PrecisionGraph, name: str, readers: dict[str, list[str]]) -> bool:
+    """Whether no layer of the forward pass reads what a GEMM leads to."""
+    pending = deque(readers.get(name, ()))
+    seen: set[str] = set()
+    while pending:
+        target = pending.popleft()
+        operator = graph.by_name[target]
+        if target in seen or operator.phase == "backward":
+            continue
+        if operator.kind in _LAYERS:
+            return False
+        seen.add(target)
+        pending.extend(readers.get(target, ()))
+    return True
 
 
 def _chooses(graph: PrecisionGraph, name: str, readers: dict[str, list[str]]) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from jetrl_compile.errors import LoweringError
 from jetrl_compile.passes.annotate_precision import annotate_precision
 from jetrl_compile.passes.context import Context, emit
 
@@ -27,16 +28,29 @@ _VIEWS = (
     aten.transpose.int,
     aten.alias.default,
 )
+_TRANSPOSES = (aten.permute.default, aten.transpose.int)
 
 
 def canonicalize(context: Context) -> int:
-    """Rewrite the graph; return the number of nodes that were replaced."""
+    """Rewrite the graph; return the number of nodes that were replaced.
+
+    Raises:
+        LoweringError: A GEMM is no longer recognized in its new spelling.
+    """
     if not context.recipe.quantizes(context.phase):
         return 0
+    before = context.built.gemms
     count = _merge_views(context) + _split_bias(context) + _flatten_bmm(context)
     if count:
         context.graph.eliminate_dead_code()
         context.changed()
+        lost = [name for name in before if name not in context.built.gemms]
+        if lost:
+            raise LoweringError(
+                f"{', '.join(lost[:5])} cannot be recognized in canonical form; this "
+                "is a fault of the compiler, please report it, or exclude the module "
+                "from the recipe"
+            )
     return count
 
 
@@ -98,10 +112,12 @@ def _flatten_bmm(context: Context) -> int:
         assert isinstance(a, Node)
         assert isinstance(b, Node)
         graph = context.graph
+        w, flipped = _unexpanded(b)
         with graph.inserting_before(node):
             cols = _size(context, a, 2, node)
             x = emit(graph, aten.reshape.default, (a, [-1, cols]), node)
-            w = emit(graph, aten.select.int, (b, 0, 0), node)
+            if flipped:
+                w = emit(graph, aten.permute.default, (w, [1, 0]), node)
             product = emit(graph, aten.mm.default, (x, w), node)
             shape = [_size(context, a, dim, node) for dim in (0, 1)]
             shape.append(_size(context, product, 1, node))
@@ -109,6 +125,16 @@ def _flatten_bmm(context: Context) -> int:
         node.replace_all_uses_with(result)
         context.graph.erase_node(node)
     return len(found)
+
+
+def _unexpanded(batched: Node) -> tuple[Node, bool]:
+    """The matrix that was expanded over a batch, and whether it was transposed then."""
+    flipped = False
+    while batched.meta["val"].dim() == 3:
+        flipped ^= batched.target in _TRANSPOSES
+        (source,) = (arg for arg in batched.args[:1] if isinstance(arg, Node))
+        batched = source
+    return batched, flipped
 
 
 def _size(context: Context, tensor: Node, dim: int, anchor: Node) -> Node | int:

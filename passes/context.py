@@ -50,6 +50,7 @@ class Context:
             index that `built` knows them by.
         annotated: The precision graph with the recipe on every edge.
         operands: For each GEMM to lower, its two quantized operands.
+        unmatched: The recipe's patterns that match no GEMM of the graph.
         choices: For each lowered GEMM operator, the provider and why.
         final: The precision graph read back from the lowered graph.
     """
@@ -63,6 +64,7 @@ class Context:
     meta: Mapping[str, str] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
     annotated: PrecisionGraph | None = None
+    unmatched: tuple[str, ...] = ()
     operands: dict[Node, tuple[Quantized, Quantized]] = field(default_factory=dict)
     choices: dict[str, Choice] = field(default_factory=dict)
     final: PrecisionGraph | None = None
