@@ -45,7 +45,7 @@ def test_checkpoint_inside_the_compiled_region() -> None:
     def inside(x: Tensor) -> Any:
         return checkpoint(model, x, use_reentrant=False)
 
-    results = []
+    results: list[dict[str, Tensor]] = []
     for function in (model, inside):
         torch._dynamo.reset()
         x.grad = None
@@ -60,7 +60,8 @@ def test_checkpoint_inside_the_compiled_region() -> None:
 
 
 def test_checkpoint_around_compiled_layers() -> None:
-    ids, results = tokens(1, 24), []
+    ids = tokens(1, 24)
+    results: list[dict[str, Tensor]] = []
     for checkpointed in (False, True):
         torch._dynamo.reset()
         model = make_model("llama", num_hidden_layers=2)
@@ -90,9 +91,10 @@ class Hidden(nn.Module):
         x = self.first(x)
         if torch.is_grad_enabled():
             torch._dynamo.graph_break()
-            return eagerly(self.second, x)
-        result: Tensor = self.second(x)
-        return result
+            x = eagerly(self.second, x)
+        else:
+            x = self.second(x)
+        return x
 
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator]

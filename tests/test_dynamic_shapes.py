@@ -23,7 +23,7 @@ def row_by_row(x: Tensor, model: nn.Module) -> Tensor:
     """The result of each token alone, from a graph of static shapes."""
     with torch.no_grad():
         run = compiled(model, dynamic=False)
-        return torch.cat([run(row) for row in x.split(1)])
+        return torch.cat([run(x[i : i + 1]) for i in range(len(x))])
 
 
 # More than 128 tokens here: Inductor guards on whether M has more than one block, so

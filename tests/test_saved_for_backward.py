@@ -14,6 +14,7 @@ from tiny_models import (
     loss_of,
     make_mlp,
     make_model,
+    results_of,
     tokens,
 )
 from torch import Tensor, nn
@@ -89,11 +90,9 @@ def quantize_op() -> Any:
 
 def kept_nodes(forward: torch.fx.GraphModule) -> dict[str, Tensor]:
     """The results of forward that are neither its output nor its inputs."""
-    (results,) = forward.graph.output_node().args
-    assert isinstance(results, (tuple, list))
     return {
         node.name: node.meta["val"]
-        for node in results[1:]
+        for node in results_of(forward)[1:]
         if node.op != "placeholder" and isinstance(node.meta["val"], Tensor)
     }
 

@@ -74,7 +74,7 @@ def tokens(batch: int = 2, length: int = 48, seed: int = 1) -> Tensor:
     return torch.randint(0, VOCABULARY, (batch, length), generator=generator)
 
 
-def loss_of(model: Callable[..., Any], ids: Tensor) -> Tensor:
+def loss_of(model: Callable[..., Any], ids: Tensor) -> Any:
     """The next-token loss in FP32, of logits as the model gives them."""
     logits = model(input_ids=ids, use_cache=False).logits
     return nn.functional.cross_entropy(
@@ -139,6 +139,13 @@ class Recorder:
         return graph.forward
 
 
+def results_of(graph: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    """The tensors that a partitioned graph returns."""
+    (results,) = graph.graph.output_node().args
+    assert isinstance(results, (tuple, list))
+    return [node for node in results if isinstance(node, torch.fx.Node)]
+
+
 class Mlp(nn.Module):
     """norm, gate, up, SiLU * mul, down, residual; widths that no block divides."""
 
@@ -169,7 +176,7 @@ def activations(
     return x.requires_grad_(grad)
 
 
-def backward(y: Tensor, seed: int = 4) -> None:
+def backward(y: Any, seed: int = 4) -> None:
     """Run backward from a random gradient."""
     generator = torch.Generator().manual_seed(seed)
     y.backward(torch.randn(y.shape, generator=generator).to(y.dtype))
