@@ -85,26 +85,26 @@ def _compare(pair: _Pair) -> Difference | None:
         facts.append(("memory order", str(stored.stride()), str(wanted.stride())))
     for attribute, found, needed in facts:
         if found != needed:
-            return _difference(pair, attribute, found, needed)
+            what = f"{attribute} is {found} in rollout, {needed} in training"
+            return _difference(pair, attribute, found, needed, what)
     differ = _bits(stored) != _bits(wanted)
     count = int(differ.sum())
     if not count:
         return None
-    first = [int(i) for i in differ.nonzero()[0]]
-    return _difference(
-        pair,
-        "bytes",
-        f"{stored[tuple(first)].float().item():g} at {first}",
-        f"{wanted[tuple(first)].float().item():g} "
-        f"({count} of {differ.numel()} elements differ, {count / differ.numel():.2%})",
+    first = tuple(int(i) for i in differ.nonzero()[0])
+    values = (tensor[first].float().item() for tensor in (stored, wanted))
+    found, needed = (f"{value:g}" for value in values)
+    what = (
+        f"{count} of {differ.numel()} elements ({count / differ.numel():.2%}) differ, "
+        f"first {list(first)}: {found} in rollout, {needed} in training"
     )
+    return _difference(pair, "bytes", None, None, what)
 
 
-def _difference(pair: _Pair, attribute: str, found: str, needed: str) -> Difference:
-    message = (
-        f"{pair.name}: {attribute} is {found} in rollout, {needed} in training; refit "
-        "the rollout model from the trainer's BF16-rounded weights"
-    )
+def _difference(
+    pair: _Pair, attribute: str, found: str | None, needed: str | None, what: str
+) -> Difference:
+    message = f"{pair.name}: {what}"
     return Difference(
         3, pair.operator, attribute, found, needed, message, operand=pair.operand
     )

@@ -30,8 +30,11 @@ _REMEDIES = {
     "scale_layout": "write the scales in one memory order",
     "source": "run the same passes on both sides, so that it reads the same tensor",
     "compute_dtype": "compute in one dtype on both sides",
+    "params.straddles": "quantize each part of the fused layer by blocks of its own",
     "provider": "run providers of one numerics class on both sides",
     "batch_invariant": "run kernels that are independent of the batch on both sides",
+    "bytes": "refit the rollout model from the trainer's BF16-rounded weights",
+    "memory order": "copy into the storage that the rollout model made",
 }
 _LABELS = {
     "fp8": "GEMM precision",

@@ -110,6 +110,10 @@ class Cause:
     def title(self) -> str:
         """What differs, without the places."""
         group = self.groups[0]
+        if group.attribute == "bytes":
+            return "stored bytes are not those that the trainer's weights give"
+        if group.attribute == "values":
+            return "the same tokens give other log-probs"
         if group.attribute == "operator":
             return f"operator of kind {group.rollout} is in rollout, not in train"
         if group.attribute == "edge":
