@@ -7,14 +7,23 @@ from jetrl_compile.op_classes import ADDS
 def backward_groups(finder: GroupFinder, loose: list[int]) -> None:
     """Group the backward nodes that are no weight GEMM.
 
+    A constant that backward makes belongs to the first node that reads it.
+
     Args:
         finder: Holds the groups; added to.
         loose: The nodes, in execution order.
     """
     nodes = finder.sources.nodes
+    computed = set(loose)
+    constants: dict[int, list[int]] = {}
     by_label: dict[str, list[int]] = {}
     label: dict[int, str] = {}
     for index in loose:
+        if not finder.sources.inputs[index]:
+            reader = next((i for i in finder.readers(index) if i in computed), index)
+            if reader != index:
+                constants.setdefault(reader, []).append(index)
+                continue
         module = nodes[index].module or _gradient_module(finder, index, label)
         if nodes[index].target in ADDS:
             parts = {label.get(i, "") for i in finder.reads(index)}
@@ -22,11 +31,11 @@ def backward_groups(finder: GroupFinder, loose: list[int]) -> None:
         label[index] = module
         by_label.setdefault(module, []).append(index)
     for module, members in by_label.items():
-        if module.startswith("+"):
-            finder.add(members, "sum", "")
-            continue
-        for part in finder.components(members):
-            finder.add(part, "backward", module)
+        is_sum = module.startswith("+")
+        for part in [members] if is_sum else finder.components(members):
+            made = [i for index in part for i in constants.get(index, ())]
+            shape, name = ("sum", "") if is_sum else ("backward", module)
+            finder.add([*part, *made], shape, name)
 
 
 def _gradient_module(finder: GroupFinder, index: int, label: dict[int, str]) -> str:

@@ -10,6 +10,7 @@ from jetrl_compile.op_classes import (
     GATED_ACTIVATIONS,
     LOWERED_DEQUANTIZE,
     LOWERED_GEMM,
+    PARTIAL_VIEWS,
     SPLITS,
 )
 from jetrl_compile.precision_graph import Scalar
@@ -88,16 +89,15 @@ class FusedLayers:
         bounds = self._bounds.get(made)
         if bounds is None:
             return None
-        cuts: list[tuple[int, int]] = []
+        found: tuple[int, int] | None = None
         index = read
         while index != made:
-            cut = self._cut(nodes[index], bounds[-1])
-            if cut is not None:
-                cuts.append(cut)
+            # The cut next to the layer; later ones cut heads.
+            found = self._cut(nodes[index], bounds[-1]) or found
             index = parent[index]
-        if len(cuts) != 1:
+        if found is None:
             return None
-        low, high = cuts[0]
+        low, high = found
         return tuple(
             part
             for part in range(len(bounds) - 1)
@@ -192,30 +192,42 @@ class FusedLayers:
 
     def _cut(self, node: CapturedNode, rows: int) -> tuple[int, int] | None:
         """Return the columns that a node takes of the fused result, or None."""
+        if node.target not in PARTIAL_VIEWS or not node.args:
+            return None
+        source = node.args[0]
+        if not isinstance(source, Ref):
+            return None
+        cut = self.sources.nodes[source.index]
+        key = node.args[1] if len(node.args) > 1 else None
+        if node.target == "getitem" and isinstance(key, int):
+            return self._split_cut(cut, key, rows)
+        if cut.shape[-1:] != (rows,):
+            return None
         if node.target == "getitem":
-            key = node.args[1] if len(node.args) > 1 else None
-            if isinstance(key, int) and isinstance(node.args[0], Ref):
-                return self._split_cut(
-                    self.sources.nodes[node.args[0].index], key, rows
-                )
-            last = key[-1] if isinstance(key, tuple) and key else None
+            whole = isinstance(key, tuple) and (
+                "..." in key or len(key) == len(cut.shape)
+            )
+            last = key[-1] if isinstance(key, tuple) and whole else None
             if isinstance(last, dict) and "slice" in last:
-                low, high, _ = last["slice"]
-                return _within(low, high, rows)
+                low, high, step = last["slice"]
+                return _within(low, high, rows) if step in (None, 1) else None
             return None
         if node.target in ("slice", "narrow") and len(node.args) >= 4:
             dim, low, high = node.args[1:4]
             if node.target == "narrow":
                 high = low + high
-            shape = self.sources.nodes[node.args[0].index].shape
-            if dim in (-1, len(shape) - 1) and shape[-1:] == (rows,):
+            if dim in (-1, len(cut.shape) - 1):
                 return _within(low, high, rows)
         return None
 
     def _split_cut(
         self, node: CapturedNode, key: int, rows: int
     ) -> tuple[int, int] | None:
-        if node.target not in SPLITS:
+        if node.target not in SPLITS or not isinstance(node.args[0], Ref):
+            return None
+        shape = self.sources.nodes[node.args[0].index].shape
+        dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
+        if shape[-1:] != (rows,) or dim not in (-1, len(shape) - 1):
             return None
         args = node.args[1] if len(node.args) > 1 else 0
         names = ("split_size", "split_size_or_sections", "split_sizes", "chunks")

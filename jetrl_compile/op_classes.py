@@ -29,7 +29,7 @@ SPLITS = _words("split split_with_sizes unsafe_split chunk slice narrow tensor_s
 PARTIAL_VIEWS = SPLITS | _words("getitem select unbind")
 CASTS = _words("""
     convert_element_type _to_copy to float bfloat16 half double type type_as
-    convert_dtype
+    convert_dtype long int
     """)
 MATMULS = _words("mm addmm bmm baddbmm matmul linear")
 GROUPED_GEMMS = _words("""

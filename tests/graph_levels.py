@@ -1,5 +1,6 @@
 """A model's graphs at every level, captured while it is compiled on a CPU."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,9 +82,12 @@ def levels_of(
     levels = Levels()
     compiled = torch.compile(model, backend=levels, fullgraph=fullgraph)
     inputs.setdefault("use_cache", False)
-    if infer:
-        with torch.no_grad():
-            compiled(input_ids=ids, **inputs)
-    if train:
-        compiled(input_ids=ids, **inputs).logits.float().sum().backward()
+    with warnings.catch_warnings():
+        # Dynamo's remarks about the model's code.
+        warnings.simplefilter("ignore", UserWarning)
+        if infer:
+            with torch.no_grad():
+                compiled(input_ids=ids, **inputs)
+        if train:
+            compiled(input_ids=ids, **inputs).logits.float().sum().backward()
     return levels
