@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from jetrl_compile.errors import ModelError
-from jetrl_compile.examples.sampling import Rollouts, token_log_probs
+from jetrl_compile.examples.sampling import Progress, Rollouts, token_log_probs
 
 # As verl: keeps a group of equal rewards from being divided by zero.
 EPSILON = 1e-6
@@ -26,7 +26,8 @@ class Step:
     Attributes:
         loss: The clipped loss before the step.
         clipped: Fraction of tokens whose ratio was clipped.
-        grad_norm: L2 norm of all gradients before they were clipped.
+        grad_norm: L2 norm of all gradients before they were clipped; 0 without any, as
+            when no group has both good and bad responses.
     """
 
     loss: float
@@ -85,11 +86,17 @@ def clipped_loss(
 
 
 class Trainer:
-    """Takes GRPO steps on a policy, with AdamW.
+    """Takes GRPO steps on a policy, with AdamW on FP32 master weights.
 
-    Two ways to keep weights, by the dtype of the policy's parameters: FP32 master
-    weights, with forward and backward under `torch.autocast` in BF16, or BF16
-    parameters that the optimizer updates in BF16.
+    Two ways to keep them, by the dtype of the policy's parameters. FP32 parameters are
+    the master weights themselves; forward and backward run under `torch.autocast` in
+    BF16. For BF16 parameters the trainer keeps FP32 copies: gradients go to them, and
+    after a step they are rounded back into the parameters. (An optimizer on BF16
+    weights alone would lose most updates: below 1/512 of a weight they round to none.)
+
+    Attributes:
+        policy: The model that is trained.
+        masters: The FP32 master weight of each trained parameter, by name.
     """
 
     def __init__(
@@ -102,7 +109,7 @@ class Trainer:
         max_grad_norm: float = 1.0,
         micro_batch: int | None = None,
     ) -> None:
-        """Make the optimizer.
+        """Make the master weights and the optimizer.
 
         Args:
             policy: The model whose parameters are trained.
@@ -117,46 +124,68 @@ class Trainer:
         self.run: Callable[..., Any] = policy if run is None else run
         self.clip, self.max_grad_norm = clip, max_grad_norm
         self.micro_batch = micro_batch
-        self.parameters = [p for p in policy.parameters() if p.requires_grad]
+        trained = {n: p for n, p in policy.named_parameters() if p.requires_grad}
+        self.masters = {
+            name: p if p.dtype != torch.bfloat16 else nn.Parameter(p.detach().float())
+            for name, p in trained.items()
+        }
+        self._pairs = [(trained[n], m) for n, m in self.masters.items()]
         self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=learning_rate, weight_decay=0.0
+            self.masters.values(), lr=learning_rate, weight_decay=0.0
         )
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
         """Compute in BF16 where parameters are FP32."""
-        first = self.parameters[0]
-        master = first.dtype == torch.float32
-        with torch.autocast(first.device.type, torch.bfloat16, enabled=master):
+        first, _ = self._pairs[0]
+        is_master = first.dtype == torch.float32
+        with torch.autocast(first.device.type, torch.bfloat16, enabled=is_master):
             yield
 
-    def log_probs(self, rollouts: Rollouts) -> Tensor:
+    def log_probs(self, rollouts: Rollouts, progress: Progress | None = None) -> Tensor:
         """Return the policy's log-probs of the sampled tokens, without gradients.
+
+        Args:
+            rollouts: The sampled responses.
+            progress: Called after each micro-batch with how many are done, and of how
+                many.
 
         Returns:
             (B, T), FP32, nats; 0 where masked out.
         """
-        with torch.no_grad(), self.autocast():
-            parts = [
-                token_log_probs(self.run, *_rows(rollouts, rows))
-                for rows in self._micro_batches(rollouts)
-            ]
+        batches = self._micro_batches(torch.arange(len(rollouts.tokens)))
+        parts = []
+        for done, rows in enumerate(batches, 1):
+            with torch.no_grad(), self.autocast():
+                parts.append(token_log_probs(self.run, *_rows(rollouts, rows)))
+            if progress is not None:
+                progress(done, len(batches))
         return torch.cat(parts)
 
     def step(
-        self, rollouts: Rollouts, old_log_probs: Tensor, advantages: Tensor
+        self,
+        rollouts: Rollouts,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        progress: Progress | None = None,
     ) -> Step:
         """Take one optimizer step on a batch.
+
+        Rows whose advantage is 0 give no gradient and are not run.
 
         Args:
             rollouts: The sampled responses.
             old_log_probs: (B, T), FP32, nats: by the trainer, before the first step.
             advantages: (B,), FP32.
+            progress: Called after each micro-batch with how many are done, and of how
+                many.
         """
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter, _ in self._pairs:
+            parameter.grad = None
         total = rollouts.response_mask.sum().item()
         loss_sum = clipped_sum = 0.0
-        for rows in self._micro_batches(rollouts):
+        batches = self._micro_batches(advantages.nonzero().flatten())
+        for done, rows in enumerate(batches, 1):
             tokens, attention_mask, mask = _rows(rollouts, rows)
             with self.autocast():
                 new = token_log_probs(self.run, tokens, attention_mask, mask)
@@ -167,19 +196,33 @@ class Trainer:
             torch.autograd.backward(loss * share)
             loss_sum += loss.item() * share
             clipped_sum += clipped.item() * share
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
+            if progress is not None:
+                progress(done, len(batches))
+        return Step(loss_sum, clipped_sum, self._update() if batches else 0.0)
+
+    def _update(self) -> float:
+        """Bring gradients to the master weights, step, and round back; return norm."""
+        for parameter, master in self._pairs:
+            if master is not parameter and parameter.grad is not None:
+                master.grad = parameter.grad.to(master.dtype)
+                parameter.grad = None
+        masters = list(self.masters.values())
+        norm: float = nn.utils.clip_grad_norm_(masters, self.max_grad_norm).item()
         self.optimizer.step()
-        return Step(loss_sum, clipped_sum, norm.item())
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for parameter, master in self._pairs:
+                if master is not parameter:
+                    parameter.copy_(master)
+        return norm
 
-    def _micro_batches(self, rollouts: Rollouts) -> Iterator[slice]:
-        """Yield the rows of each micro-batch."""
-        batch = rollouts.tokens.shape[0]
-        size = self.micro_batch or batch
-        for start in range(0, batch, size):
-            yield slice(start, min(start + size, batch))
+    def _micro_batches(self, rows: Tensor) -> list[Tensor]:
+        """Return row numbers in portions."""
+        size = self.micro_batch or max(len(rows), 1)
+        return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
-def _rows(rollouts: Rollouts, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+def _rows(rollouts: Rollouts, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return (
         rollouts.tokens[rows],
         rollouts.attention_mask[rows],

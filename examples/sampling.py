@@ -87,6 +87,40 @@ def cache_argument(model: Any) -> str:
     return "cache" if "cache" in parameters else "past_key_values"
 
 
+class _Decoder:
+    """A model with its cache, somewhere in a batch of sequences."""
+
+    def __init__(self, model: Any, tokens: Tensor, attention_mask: Tensor) -> None:
+        self.model = model
+        self.cache: Any = DynamicCache(config=model.config)
+        self.kept = {cache_argument(model): self.cache, "use_cache": True}
+        self.attention_mask = attention_mask
+        self.tokens, self.positions = tokens, position_ids(attention_mask)
+
+    def log_probs(self, temperature: float) -> Tensor:
+        """Return the next token's log-probs, (B, V), FP32, nats."""
+        out = self.model(
+            input_ids=self.tokens,
+            attention_mask=self.attention_mask,
+            position_ids=self.positions,
+            logits_to_keep=1,
+            **self.kept,
+        )
+        return torch.log_softmax(out.logits[:, -1].float() / temperature, dim=-1)
+
+    def repeat(self, samples: int) -> None:
+        """Continue each sequence in several ways."""
+        self.cache.batch_repeat_interleave(samples)
+        self.attention_mask = self.attention_mask.repeat_interleave(samples, dim=0)
+        self.positions = self.positions.repeat_interleave(samples, dim=0)
+
+    def append(self, picked: Tensor, live: Tensor) -> None:
+        """Go on with a token a row, (B, 1), masked out where a row has ended."""
+        mask = live.long().unsqueeze(1)
+        self.attention_mask = torch.cat((self.attention_mask, mask), dim=1)
+        self.tokens, self.positions = picked, self.positions[:, -1:] + 1
+
+
 @torch.no_grad()
 def sample(
     model: Any,
@@ -101,7 +135,7 @@ def sample(
     temperature: float = 1.0,
     progress: Progress | None = None,
 ) -> Rollouts:
-    """Sample a response to each prompt, all rows at once, one token a step.
+    """Sample responses to each prompt, all rows at once, one token a step.
 
     The model runs once on the prompts and once for each further token. A compiled model
     with dynamic shapes sees two kinds of call: with an empty cache and with a filled
@@ -124,43 +158,73 @@ def sample(
     Returns:
         The rollouts; T is the longest response's length.
     """
-    cache = DynamicCache(config=model.config)
-    kept: dict[str, Any] = {cache_argument(model): cache}
+    decoder = _Decoder(model, tokens, attention_mask)
     stops = torch.tensor(list(stop), device=tokens.device)
-    rows = tokens.shape[0] * samples
-    live = torch.ones(rows, dtype=torch.bool, device=tokens.device)
-    step_tokens, step_positions = tokens, position_ids(attention_mask)
+    tokens = tokens.repeat_interleave(samples, dim=0)
+    live = torch.ones(tokens.shape[0], dtype=torch.bool, device=tokens.device)
     masks, log_probs = [], []
     for step in range(max_new_tokens):
-        out = model(
-            input_ids=step_tokens,
-            attention_mask=attention_mask,
-            position_ids=step_positions,
-            use_cache=True,
-            logits_to_keep=1,
-            **kept,
-        )
-        scores = torch.log_softmax(out.logits[:, -1].float() / temperature, dim=-1)
+        scores = decoder.log_probs(temperature)
         if step == 0 and samples > 1:
-            cache.batch_repeat_interleave(samples)
-            tokens, attention_mask, step_positions, scores = (
-                part.repeat_interleave(samples, dim=0)
-                for part in (tokens, attention_mask, step_positions, scores)
-            )
+            decoder.repeat(samples)
+            scores = scores.repeat_interleave(samples, dim=0)
         picked = torch.multinomial(scores.exp(), 1, generator=generator)
         masks.append(live)
         log_probs.append(scores.gather(1, picked).squeeze(1).where(live, 0.0))
         picked = picked.where(live.unsqueeze(1), pad)
         tokens = torch.cat((tokens, picked), dim=1)
-        attention_mask = torch.cat((attention_mask, live.long().unsqueeze(1)), dim=1)
+        decoder.append(picked, live)
         live = live & ~torch.isin(picked.squeeze(1), stops)
-        step_tokens, step_positions = picked, step_positions[:, -1:] + 1
         if progress is not None:
             progress(step + 1, max_new_tokens)
         if not live.any():
             break
     mask = torch.stack(masks, dim=1)
-    return Rollouts(tokens, attention_mask, mask, torch.stack(log_probs, dim=1))
+    log_prob = torch.stack(log_probs, dim=1)
+    return Rollouts(tokens, decoder.attention_mask, mask, log_prob)
+
+
+@torch.no_grad()
+def replay(
+    model: Any,
+    rollouts: Rollouts,
+    *,
+    samples: int = 1,
+    temperature: float = 1.0,
+    progress: Progress | None = None,
+) -> Tensor:
+    """Return the log-probs under which a model would have sampled given tokens.
+
+    It runs as `sample` does, with a cache and a token a step.
+
+    Args:
+        model: As for `sample`.
+        rollouts: The tokens.
+        samples: How many neighbouring rows share a prompt; it is computed once.
+        temperature: What logits are divided by.
+        progress: Called after each step with the steps done and T.
+
+    Returns:
+        (B, T), FP32, nats; 0 where masked out.
+    """
+    start, (_, length) = rollouts.prompt_length, rollouts.response_mask.shape
+    prompts = slice(None, None, samples), slice(start)
+    decoder = _Decoder(
+        model, rollouts.tokens[prompts], rollouts.attention_mask[prompts]
+    )
+    log_probs = []
+    for step in range(length):
+        scores = decoder.log_probs(temperature)
+        if step == 0 and samples > 1:
+            decoder.repeat(samples)
+            scores = scores.repeat_interleave(samples, dim=0)
+        picked = rollouts.tokens[:, start + step].unsqueeze(1)
+        live = rollouts.response_mask[:, step]
+        log_probs.append(scores.gather(1, picked).squeeze(1).where(live, 0.0))
+        decoder.append(picked, live)
+        if progress is not None:
+            progress(step + 1, length)
+    return torch.stack(log_probs, dim=1)
 
 
 def token_log_probs(

@@ -109,13 +109,48 @@ def test_micro_batches_add_up() -> None:
         old = trainer.log_probs(rollouts) - 0.1
         advantages = torch.linspace(-1, 1, 16)
         done = trainer.step(rollouts, old, advantages)
-        grads = [p.grad for p in policy.parameters()]
-        results.append((done, grads))
-    (whole, grads), (parts, other) = results
+        weights = [p.detach() for p in policy.parameters()]
+        results.append((done, weights))
+    (whole, weights), (parts, other) = results
     # Log-probs are FP32, whatever the model is.
     assert parts.loss == pytest.approx(whole.loss, abs=1e-6)
     assert parts.clipped == pytest.approx(whole.clipped)
-    torch.testing.assert_close(other, grads, rtol=1e-4, atol=1e-7)
+    assert parts.grad_norm == pytest.approx(whole.grad_norm, rel=1e-4)
+    torch.testing.assert_close(other, weights, rtol=1e-6, atol=1e-8)
+
+
+def test_masters_keep_what_bf16_would_lose() -> None:
+    policy = tiny().to(torch.bfloat16)
+    trainer = Trainer(policy, learning_rate=1e-5)
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    rollouts = batch(policy, 0)
+    old = trainer.log_probs(rollouts)
+    for _ in range(3):
+        trainer.step(rollouts, old, torch.linspace(-1, 1, 16))
+    for name, parameter in policy.named_parameters():
+        master = trainer.masters[name]
+        assert master.dtype == torch.float32
+        assert not torch.equal(master, before[name].float()), name
+        assert torch.equal(parameter, master.to(torch.bfloat16)), name
+        assert parameter.grad is None
+
+
+def test_rows_without_advantage_are_not_run() -> None:
+    policy, rows = tiny(), []
+
+    def run(**kwargs: Any) -> Any:
+        rows.append(len(kwargs["input_ids"]))
+        return policy(**kwargs)
+
+    trainer = Trainer(policy, run)
+    rollouts = batch(policy, 0)
+    old = trainer.log_probs(rollouts)
+    advantages = torch.zeros(16)
+    done = trainer.step(rollouts, old, advantages)
+    assert (done.loss, done.grad_norm, rows) == (0.0, 0.0, [16])
+    advantages[3] = 1.0
+    assert trainer.step(rollouts, old, advantages).grad_norm > 0
+    assert rows == [16, 1]
 
 
 def test_the_compiled_policy_is_what_runs() -> None:

@@ -12,6 +12,7 @@ from jetrl_compile.examples.sampling import (
     cache_argument,
     left_pad,
     position_ids,
+    replay,
     sample,
     token_log_probs,
 )
@@ -88,6 +89,19 @@ def test_samples_of_a_prompt_are_neighbours() -> None:
     with torch.no_grad():
         mine = token_log_probs(model, *arguments)
     torch.testing.assert_close(mine, rollouts.log_probs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_replay_repeats_what_was_sampled(samples: int) -> None:
+    model = tiny()
+    rollouts = draw(model, samples=samples)
+    seen: list[tuple[int, int]] = []
+    again = replay(
+        model, rollouts, samples=samples, progress=lambda *step: seen.append(step)
+    )
+    assert torch.equal(again, rollouts.log_probs)
+    width = rollouts.response_mask.shape[1]
+    assert seen == [(step + 1, width) for step in range(width)]
 
 
 def test_all_rows_stopped_ends_it() -> None:
