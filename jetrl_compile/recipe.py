@@ -104,6 +104,14 @@ class Recipe:
             raise RecipeError(
                 f"recipe {self.name!r} quantizes but has no flows; give it flows"
             )
+        for name in ("include", "exclude", "keep_roles"):
+            given = getattr(self, name)
+            if isinstance(given, str):
+                raise RecipeError(
+                    f"{name}={given!r} of recipe {self.name!r} is one string; write "
+                    f"({given!r},)"
+                )
+            object.__setattr__(self, name, tuple(given))  # a list would not hash
         for pattern in (*self.include, *self.exclude):
             compile_pattern(pattern)
 

@@ -75,7 +75,7 @@ class _Inserter:
         if site.role == "fprop":
             x = self._quantize(left, flows["x"], False, node)
             self.forward_x[site.module] = (left, x, flows["x"])
-            self._wgrad_in_forward(site, left, node)
+            self._wgrad_in_forward(name, left, node)
             return x, self._weight(site, flows["w"], node, None)
         if site.role == "dgrad":
             dy = self._quantize(left, flows["dy"], False, node)
@@ -90,10 +90,11 @@ class _Inserter:
         x = self._wgrad_x(site, x_node, not x_flip, flows["x"], node, dy)
         return dy, x
 
-    def _wgrad_in_forward(self, site: GemmSite, x: Node, anchor: Node) -> None:
+    def _wgrad_in_forward(self, fprop: str, x: Node, anchor: Node) -> None:
         """Make wgrad's copy of x in forward, where the layer has a wgrad."""
         annotated, recipe = self.context.annotated, self.context.recipe
-        wgrad = f"{site.module}:wgrad"
+        # By the operator's name: the layers of a fused GEMM have names of their own.
+        wgrad = f"{fprop.rpartition(':')[0]}:wgrad"
         assert annotated is not None
         assert recipe.flows is not None
         if recipe.flows.saved_x != "wgrad_operand" or wgrad not in annotated.operands:

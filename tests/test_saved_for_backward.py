@@ -114,3 +114,27 @@ def test_decoder_layer(recipe: str) -> None:
     weights = {tuple(p.shape) for p in model.parameters()}
     assert not weights & {tuple(kept[n].shape) for n in codes}
     assert not weights & {tuple(kept[n].shape)[::-1] for n in codes}
+
+
+class Fused(nn.Module):
+    """gate and up in one layer, as Phi-3 has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(192, 512, bias=False)
+        self.down_proj = nn.Linear(256, 192, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        result: Tensor = self.down_proj(nn.functional.silu(gate) * up)
+        return result
+
+
+def test_fused_layer_keeps_codes_alone() -> None:
+    recorder, x = Recorder(), activations(96, 192).detach()
+    backward(compiled(Fused().to(torch.bfloat16), recorder=recorder)(x * 1.5))
+    kept = kept_nodes(recorder.graphs[0])
+    codes = sorted(tuple(v.shape) for v in kept.values() if v.dtype is E4M3)
+    assert codes == [(192, 96), (256, 96)]
+    inputs = [n for n in results_of(recorder.graphs[0]) if n.op == "placeholder"]
+    assert (96, 192) not in {tuple(n.meta["val"].shape) for n in inputs}
