@@ -34,7 +34,7 @@ _INDEX = re.compile(r"""\[['"]?([^\]'"]+)['"]?\]""")
 _WRAPPERS = frozenset(
     ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 )
-# Python's operators that torch calls otherwise; the in-place ones write to their first.
+# Functions that AOTAutograd has under another name; in-place ones write to their first.
 _PYTHON_NAMES = {
     operator.getitem: "getitem",
     operator.setitem: "setitem",
@@ -44,6 +44,8 @@ _PYTHON_NAMES = {
     operator.isub: "sub",
     operator.imul: "mul",
     operator.ipow: "pow",
+    torch.conv1d: "convolution",
+    torch.nn.functional.pad: "constant_pad_nd",
 }
 _IN_PLACE = frozenset(
     (
@@ -148,10 +150,12 @@ def _value(node: torch.fx.Node) -> Any:
 
 
 def _by_tensor(key: Any) -> bool:
-    """Whether an index is or holds a tensor: a gather, not a view."""
+    """Whether an index is or holds a tensor or a list: a gather, not a view."""
     if isinstance(key, torch.fx.Node):
         return isinstance(_value(key), torch.Tensor)
-    return isinstance(key, (tuple, list)) and any(map(_by_tensor, key))
+    return isinstance(key, list) or (
+        isinstance(key, tuple) and any(map(_by_tensor, key))
+    )
 
 
 def _shape(value: torch.Tensor) -> tuple[int | None, ...]:
@@ -228,6 +232,8 @@ def capture(
             item.target = op_name(node.target)
             item.module, item.module_class = _module_of(node, prefix, paths)
             item.mutates = mutated(node.target, node)
+            if node.target is getattr:
+                item.target, item.args = str(item.args[1]), item.args[:1]
             if item.target == "getitem" and _by_tensor(node.args[1:]):
                 item.target = "index"
             unwrap_functionalized(node, item, own_results, op_name)

@@ -10,6 +10,7 @@ from jetrl_compile.op_classes import (
     ACTIVATIONS,
     ADDS,
     ATTENTION,
+    CACHE_WRITES,
     EMBEDDINGS,
     GATED_ACTIVATIONS,
     GROUPED_GEMMS,
@@ -66,7 +67,12 @@ class Description:
 
 
 def compute_dtype(nodes: list[CapturedNode]) -> str:
-    """Return the widest floating dtype of the nodes' results; else the first dtype."""
+    """Return the widest floating dtype of the nodes' results; else the first dtype.
+
+    A softmax computes in FP32 whatever it reads, as its decomposition shows.
+    """
+    if any(node.target in SOFTMAXES for node in nodes):
+        return "fp64" if any(node.dtype == "fp64" for node in nodes) else "fp32"
     if len(nodes) == 1 and nodes[0].dtype:
         return nodes[0].dtype
     dtypes = [name for node in nodes for name in (node.dtype, *node.outputs) if name]
@@ -127,6 +133,8 @@ def _leaf(
         return _single(nodes[0], sources, group.nodes[0], computed)
     if names <= POINTWISE | JOINS:
         return Description("elementwise", "elementwise", {}, computed)
+    if names <= POINTWISE | JOINS | _ROUTING | SOFTMAXES:
+        return Description("routing", "routing", {}, computed)
     return Description("unknown", "+".join(sorted(names)), {}, computed)
 
 
@@ -154,6 +162,8 @@ def _single(
         return Description("routing", "topk", params, computed)
     if name in _REDUCTIONS:
         return Description("reduction", name, params, computed)
+    if name in CACHE_WRITES:  # of a tensor that is no cache, part by part
+        return Description("elementwise", "write", params, computed)
     if name in JOINS:
         return Description("elementwise", name, params, computed)
     if name in _ROUTING:

@@ -97,21 +97,35 @@ class GemmSites:
         self._by_weight: dict[int, GemmSite] = {}
         self._by_module: dict[str, GemmSite] = {}
         self._by_input: dict[int, list[GemmSite]] = {}
+        # The weights whose dgrad reads a gradient.
+        self._by_gradient: dict[int, set[int]] = {}
+        left: list[int] = []
         for index, node in enumerate(sources.nodes):
             if node.op != "call":
                 continue
-            site = (
-                self._lowered(index, node)
-                if node.target == LOWERED_GEMM
-                else self._plain(index, node)
-            )
+            lowered = node.target == LOWERED_GEMM
+            found = self._lowered if lowered else self._plain
+            site = found(index, node)
             if site is not None:
-                self.sites[index] = site
-                if site.role == "fprop":
-                    self._by_weight.setdefault(site.weight, site)
-                    self._by_module.setdefault(site.module, site)
-                    readers = self._by_input.setdefault(self._matrix(site.a), [])
-                    readers.append(site)
+                self._add(site)
+            elif node.backward and (lowered or operands(node) is not None):
+                left.append(index)
+        # What reads no weight may be a weight's gradient: of the layer that reads the
+        # same x, runs in the same module, and whose dgrad reads the same dy.
+        for index in left:
+            site = self._wgrad(index, sources.nodes[index])
+            if site is not None:
+                self._add(site)
+
+    def _add(self, site: GemmSite) -> None:
+        self.sites[site.node] = site
+        if site.role == "fprop":
+            self._by_weight.setdefault(site.weight, site)
+            self._by_module.setdefault(site.module, site)
+            self._by_input.setdefault(self._origin(site.a), []).append(site)
+        elif site.role == "dgrad":
+            weights = self._by_gradient.setdefault(self._origin(site.a), set())
+            weights.add(site.weight)
 
     def stored(self, weight: int) -> int:
         """Return the placeholder behind a weight: through a dequantize to its codes."""
@@ -125,14 +139,18 @@ class GemmSites:
         if node.module and "Linear" in node.module_class:
             return node.module
         stored = self.stored(weight)
-        path = self.sources.nodes[stored].module.rpartition(".")[0]
+        # A weight that its module holds under another name is a layer of its own.
+        name = self.sources.nodes[stored].module
+        path, _, leaf = name.rpartition(".")
+        if leaf != "weight":
+            path = name
         tied = any(
             self.sources.nodes[user].target in EMBEDDINGS
             for user in self.sources.users[stored]
         )
-        if not path or (tied and node.module):
-            return node.module or self.sources.nodes[stored].name
-        return path
+        if tied and node.module:
+            return node.module
+        return path if name else node.module or self.sources.nodes[stored].name
 
     def _plain(self, index: int, node: CapturedNode) -> GemmSite | None:
         found = operands(node)
@@ -171,7 +189,7 @@ class GemmSites:
                 None,
                 weight.dtype,
             )
-        return self._wgrad(index, node, a, b)
+        return None
 
     def _same(self, index: int) -> bool:
         """Whether a batched right operand is one matrix, expanded."""
@@ -183,38 +201,49 @@ class GemmSites:
             return by_module
         return self._by_weight[weight]
 
-    def _wgrad(self, index: int, node: CapturedNode, a: int, b: int) -> GemmSite | None:
-        forward = self._by_module.get(node.module)
-        if forward is None:
-            forward = self._reader(a, b)
-        if forward is None:
-            return None
-        stored = self.sources.nodes[forward.weight].shape
-        rows, cols = node.shape[-2:]
-        x = self._matrix(forward.a)
-        if self._matrix(b) == x:
-            transposed = False
-        elif self._matrix(a) == x:
-            transposed = True
+    def _wgrad(self, index: int, node: CapturedNode) -> GemmSite | None:
+        lowered = node.target == LOWERED_GEMM
+        if lowered:
+            a, b = node.args[0].index, node.args[2].index
         else:
-            return None
-        wanted = stored if transposed != forward.transposed else stored[::-1]
-        if len(stored) == 2 and (rows, cols) != wanted:
-            return None
-        return GemmSite(
-            index, "wgrad", forward.module, forward.weight, transposed, a, b
-        )
+            found = operands(node)
+            assert found is not None
+            a, b, _ = found
+        for transposed, x, dy in ((False, b, a), (True, a, b)):
+            forward = self._reader(node, x, dy, transposed)
+            if forward is not None and not (lowered and transposed):
+                return GemmSite(
+                    index, "wgrad", forward.module, forward.weight, transposed, a, b
+                )
+        return None
 
-    def _reader(self, a: int, b: int) -> GemmSite | None:
-        """The forward GEMM that reads one of the two: for graphs without modules."""
-        wanted = {self._matrix(a), self._matrix(b)}
-        found = {
-            site.weight: site
-            for matrix in wanted
-            for site in self._by_input.get(matrix, ())
-            if self._by_weight[site.weight] is site
-        }
-        return next(iter(found.values())) if len(found) == 1 else None
+    def _reader(
+        self, node: CapturedNode, x: int, dy: int, transposed: bool
+    ) -> GemmSite | None:
+        """The forward GEMM that reads x and whose weight has the shape of `node`."""
+        found = []
+        for site in self._by_input.get(self._origin(x), ()):
+            stored = self.sources.nodes[self.stored(site.weight)].shape
+            flipped = node.target != LOWERED_GEMM and transposed == site.transposed
+            shapes = [stored[::-1] if flipped else stored]
+            if node.target == LOWERED_GEMM:  # (N, K), however the weight is stored
+                shapes.append(stored[::-1])
+            if len(stored) != 2 or node.shape[-2:] in shapes:
+                found.append(site)
+        weights = self._by_gradient.get(self._origin(dy), set())
+        for fits in (
+            lambda site: self.sources.nodes[site.node].module == node.module,
+            lambda site: site.weight in weights,
+        ):
+            found = list(filter(fits, found)) or found
+        return found[0] if len({site.weight for site in found}) == 1 else None
+
+    def _origin(self, index: int) -> int:
+        """The tensor behind an operand: before quantization, where there is one."""
+        made = quantized_operand(self.sources, index)
+        if made is None:
+            return self._matrix(index)
+        return self._origin(made[0].args[0].index)
 
     def _matrix(self, index: int) -> int:
         """The tensor behind transposes, reshapes."""
@@ -229,10 +258,7 @@ class GemmSites:
         made = quantized_operand(self.sources, b)
         weight = self.sources.weight(b if made is None else made[0].args[0].index)
         if weight is None:
-            forward = self._by_module.get(node.module)
-            if forward is None:
-                return None
-            return GemmSite(index, "wgrad", forward.module, forward.weight, False, a, b)
+            return None
         if node.backward:
             role, module = "dgrad", self._forward(node, weight.index).module
         else:

@@ -149,5 +149,9 @@ class GraphState:
     def module_of(self, read: int) -> str:
         """Return the module of the operator that makes a tensor."""
         source = self.sources.source(read)
+        group = self.grouping.group_of.get(source.index)
+        if group is not None and group.nodes[-1] not in self.made:
+            if group.shape != "index":
+                return group.module  # it ends later
         made = self.makers(source.index, source.slot)[-1]
         return made.rpartition(":")[0] or made

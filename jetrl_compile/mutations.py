@@ -2,7 +2,8 @@
 
 Dynamo-level graphs write in place: vLLM's attention writes to `output`, its rotary
 embedding to q and k, a static cache is filled by `index_copy_`. A read after the write,
-of the tensor or of a view of it, is here a read of the writing operator's result.
+of the tensor or of a view of it, is here a read of the writing operator's result. A
+write to a part of a tensor becomes `slice_scatter`, as AOTAutograd writes it.
 """
 
 from dataclasses import replace
@@ -37,100 +38,126 @@ class _Functionalizer:
     def __init__(self) -> None:
         self.nodes: list[CapturedNode] = []
         self.origin: list[int] = []
-        self.new: dict[int, int] = {}  # old index -> new one
-        self.base: dict[int, int] = {}  # old index -> the first of its equal views
+        self.new: list[int] = []  # old index -> new one
+        self.base: list[int] = []  # old index -> the first of its equal views
         self.parent: dict[int, int] = {}  # partial view -> what it is a part of
-        # For each tensor: who wrote all of it last, and who wrote any part of it.
+        # Who wrote all of a tensor last, and who wrote to parts of it since then.
         self.written: dict[int, int] = {}
-        self.touched: dict[int, int] = {}
+        self.parts: dict[int, list[int]] = {}
+        self.joined: dict[int, int] = {}  # a tensor with the parts written to it
         self.time: dict[int, int] = {}  # new index of a writer -> old index
 
     def add(self, index: int, node: CapturedNode) -> None:
-        inputs = node.inputs()
-        self.base[index] = index
-        if node.op == "call" and inputs and not node.mutates:
+        base = index
+        if node.op == "call" and not node.mutates:
             if node.target in SAME_MATRIX and node.target != "clone":
-                self.base[index] = self.base[inputs[0]]
+                inputs = node.inputs()
+                base = self.base[inputs[0]] if inputs else index
             elif node.target in PARTIAL_VIEWS:
-                self.parent[index] = self.base[inputs[0]]
-        targets = [self._written_argument(node, place) for place in node.mutates]
-        written = [ref.index for ref in targets if ref is not None]
-        unread = {
-            i for i in written if self.nodes[self._now(i)].target in UNINITIALIZED
-        }
-        unread |= {i for i in written if self._root_target(i) in UNINITIALIZED}
-        self.new[index] = len(self.nodes)
+                inputs = node.inputs()
+                if inputs:
+                    self.parent[index] = self.base[inputs[0]]
+        self.base.append(base)
+        written = [i for i in (_argument(node, at) for at in node.mutates) if i >= 0]
+        if not (written or self.written or self.parts):
+            self._append(index, node)  # as it is: nothing was renumbered yet
+            self.new.append(len(self.nodes) - 1)
+            return
+        unread = {i for i in written if self._is_unset(i)}
         item = replace(
             node,
             args=self._rewrite(node.args, unread),
             kwargs=self._rewrite(node.kwargs, unread),
             mutates=(),
         )
+        held = [self.nodes[self._now(i)] for i in written]
         self._append(index, item)
+        self.new.append(len(self.nodes) - 1)
         if len(written) == 1:
-            old = self.nodes[self._now(written[0])]
             if not item.dtype:
-                item.dtype, item.shape, item.outputs = old.dtype, old.shape, ()
+                item.dtype, item.shape, item.outputs = held[0].dtype, held[0].shape, ()
             self.base[index] = self.base[written[0]]
             self._wrote(index, written[0], self.new[index])
         elif written:
-            held = [self.nodes[self._now(i)] for i in written]
-            item.outputs = tuple(old.dtype for old in held)
-            maker = self.new[index]
-            for slot, (target, old) in enumerate(zip(written, held, strict=True)):
-                part = CapturedNode(
-                    name=f"{node.name}_{slot}",
-                    op="call",
-                    target="getitem",
-                    args=(Ref(maker), slot),
-                    dtype=old.dtype,
-                    shape=old.shape,
-                    module=node.module,
-                    module_class=node.module_class,
-                    backward=node.backward,
-                )
-                self._append(index, part)
-                self._wrote(index, target, len(self.nodes) - 1)
+            self._wrote_several(index, item, written, held)
 
     def _append(self, index: int, node: CapturedNode) -> None:
         self.nodes.append(node)
         self.origin.append(index)
 
-    def _written_argument(self, node: CapturedNode, place: int | str) -> Ref | None:
-        value: Any = None
-        if isinstance(place, str):
-            value = node.kwargs.get(place)
-        elif place < len(node.args):
-            value = node.args[place]
-        return value if isinstance(value, Ref) else None
+    def _wrote_several(
+        self,
+        index: int,
+        item: CapturedNode,
+        written: list[int],
+        held: list[CapturedNode],
+    ) -> None:
+        """Make each tensor that an operator wrote to one of its results."""
+        item.outputs = tuple(old.dtype for old in held)
+        for slot, (target, old) in enumerate(zip(written, held, strict=True)):
+            args = (Ref(self.new[index]), slot)
+            part = self._made(f"{item.name}_{slot}", "getitem", args, old, item)
+            self._append(index, part)
+            self._wrote(index, target, len(self.nodes) - 1)
 
-    def _root_target(self, index: int) -> str:
-        """What made the memory that a tensor is all of."""
+    def _made(
+        self,
+        name: str,
+        target: str,
+        args: tuple[Any, ...],
+        like: CapturedNode,
+        at: CapturedNode,
+    ) -> CapturedNode:
+        node = CapturedNode(name, "call", target, args, {}, like.dtype, like.shape)
+        node.module, node.module_class = at.module, at.module_class
+        node.backward = at.backward
+        return node
+
+    def _is_unset(self, index: int) -> bool:
+        """Whether a tensor holds nothing yet: memory that was only made."""
         base = self.base[index]
-        return "" if base in self.written else self.nodes[self.new[base]].target
+        if base in self.written or base in self.parts or base in self.joined:
+            return False
+        return self.nodes[self.new[base]].target in UNINITIALIZED
 
     def _wrote(self, index: int, target: int, writer: int) -> None:
         base = self.base[target]
         self.time[writer] = index
         self.written[base] = writer
-        self.touched[base] = writer
+        self.parts.pop(base, None)
+        self.joined.pop(base, None)
         while base in self.parent:
             base = self.parent[base]
-            if self.nodes[self.new[base]].dtype:  # the parts of a split are apart
-                self.touched[base] = writer
+            self.parts.setdefault(base, []).append(writer)
 
     def _now(self, index: int) -> int:
         """The new index of what a read of an old node gives at this point."""
         base = self.base[index]
-        found = self.touched.get(base)
-        if found is not None and self.time[found] >= index:
-            return found
+        for writer in self.parts.pop(base, ()):
+            self._join(base, writer)
+        for found in (self.joined.get(base), self.written.get(base)):
+            if found is not None and self.time[found] >= index:
+                return found
         while base in self.parent:
             base = self.parent[base]
             found = self.written.get(base)
             if found is not None and self.time[found] >= index:
                 return found
         return self.new[index]
+
+    def _join(self, base: int, writer: int) -> None:
+        """Write a part into a tensor that is about to be read."""
+        before = self.joined.get(base, self.written.get(base, self.new[base]))
+        whole, part = self.nodes[before], self.nodes[writer]
+        if not whole.dtype:
+            return  # the results of a split are apart
+        unset = whole.target in UNINITIALIZED
+        args = (None if unset else Ref(before), Ref(writer))
+        name = f"{part.name}_into_{whole.name}"
+        node = self._made(name, "slice_scatter", args, whole, part)
+        self._append(self.time[writer], node)
+        self.joined[base] = len(self.nodes) - 1
+        self.time[self.joined[base]] = self.time[writer]
 
     def _rewrite(self, value: Any, unread: set[int]) -> Any:
         if isinstance(value, Ref):
@@ -140,3 +167,13 @@ class _Functionalizer:
         if isinstance(value, dict):
             return {key: self._rewrite(item, unread) for key, item in value.items()}
         return value
+
+
+def _argument(node: CapturedNode, place: int | str) -> int:
+    """The node that an argument is, or -1 if it is none."""
+    value: Any = None
+    if isinstance(place, str):
+        value = node.kwargs.get(place)
+    elif place < len(node.args):
+        value = node.args[place]
+    return value.index if isinstance(value, Ref) else -1

@@ -17,12 +17,12 @@ VIEWS = _words("""
     split_with_sizes unsafe_split chunk unbind getitem flatten unflatten movedim mT T
     as_strided lift_fresh_copy repeat_interleave narrow ravel view_as view_copy
     _to_dense sym_size tensor_split repeat swapdims view_as_complex view_as_real
-    _reshape_alias roll flip real_view reshape_as permute_copy
+    _reshape_alias roll flip real imag reshape_as permute_copy data
     """)
 TRANSPOSES = _words("permute t transpose transpose_int mT T swapaxes swapdims")
 RESHAPES = _words("""
     view reshape _unsafe_view unsafe_view contiguous clone alias flatten detach ravel
-    unsqueeze squeeze view_as reshape_as
+    unsqueeze squeeze view_as reshape_as data
     """)
 SAME_MATRIX = TRANSPOSES | RESHAPES  # the same elements in another order
 SPLITS = _words("split split_with_sizes unsafe_split chunk slice narrow tensor_split")
