@@ -1,0 +1,120 @@
+"""Weight GEMMs that modules do not tell apart: each of the three is found, or none."""
+
+import pytest
+import torch
+from tiny_models import activations, backward, compiled
+from torch import Tensor, nn
+
+from jetrl_compile.pipeline import CompileReport
+from jetrl_compile.report_sink import collect_reports
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def report_of(model: nn.Module, x: Tensor, **options: object) -> CompileReport:
+    torch.manual_seed(0)
+    with collect_reports() as reports:
+        backward(compiled(model.to(torch.bfloat16), **options)(x))
+    (report,) = reports
+    return report
+
+
+def names(report: CompileReport, role: str) -> list[str]:
+    return sorted(op.name for op in report.graph.gemms(role) if report.graph.is_fp8(op))
+
+
+def test_linear_as_the_compiled_module() -> None:
+    layer, x = nn.Linear(192, 128, bias=False), activations(8, 192)
+    training = report_of(layer, x)
+    assert training.lowered == {"fprop": 1, "dgrad": 1, "wgrad": 1}
+    with torch.no_grad(), collect_reports() as reports:
+        compiled(layer)(x)
+    # The same name in training and inference, or nothing could be compared.
+    assert names(training, "fprop") == names(reports[0], "fprop") == [":fprop"]
+    with_path = report_of(layer, x, module_path="lm_head", recipe="bf16")
+    assert "lm_head:wgrad" in with_path.graph.by_name
+
+
+class RawWeights(nn.Module):
+    """SiLU(x a^T) * (x b^T), from bare parameters of one shape."""
+
+    def __init__(self, in_gradient: bool = True) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(128, 192) / 14)
+        self.b = nn.Parameter(torch.randn(128, 192) / 14)
+        self.c = nn.Parameter(torch.randn(192, 128) / 14)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(
+            nn.functional.silu(nn.functional.linear(x, self.a))
+            * nn.functional.linear(x, self.b),
+            self.c,
+        )
+
+
+def test_bare_parameters_of_one_module() -> None:
+    model, x = RawWeights(), activations(64, 192)
+    report = report_of(nn.Sequential(model), x)
+    for role in ("fprop", "dgrad", "wgrad"):
+        assert names(report, role) == [f"0.{name}:{role}" for name in "abc"]
+    got = {n: p.grad for n, p in model.named_parameters()}
+    model.zero_grad()
+    backward(model(x))
+    for name, parameter in model.named_parameters():
+        value, wanted = got[name], parameter.grad
+        assert value is not None
+        assert wanted is not None
+        cosine = nn.functional.cosine_similarity(
+            value.flatten().double(), wanted.flatten(), dim=0
+        )
+        assert cosine > 0.99, name
+
+
+class Twice(nn.Module):
+    """One layer, applied twice, as ALBERT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(192, 192, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(nn.functional.silu(self.layer(x)))
+        return result
+
+
+def test_layer_that_runs_twice() -> None:
+    report = report_of(Twice(), activations(64, 192))
+    assert report.lowered == {"fprop": 2, "dgrad": 2, "wgrad": 2}
+    assert report.kept == []
+
+
+def test_attention_module_of_torch() -> None:
+    # Its out_proj is a module that never runs: its weight is read by its parent.
+    layer = nn.TransformerEncoderLayer(
+        192, 4, 320, dropout=0.0, batch_first=True, norm_first=True
+    )
+    report = report_of(layer, activations(2, 16, 192))
+    assert names(report, "fprop") == [
+        "linear1:fprop",
+        "linear2:fprop",
+        "self_attn.in_proj_weight:fprop",
+        "self_attn.out_proj:fprop",
+    ]
+    assert report.lowered == {"fprop": 4, "dgrad": 4, "wgrad": 4}
+    assert report.kept == []
+
+
+@pytest.mark.parametrize("recipe", ["jetrl", "jetrl_paper"])
+def test_siblings_share_codes(recipe: str) -> None:
+    model = nn.MultiheadAttention(192, 4, batch_first=True, kdim=192, vdim=64)
+    q, v = activations(2, 16, 192), activations(2, 16, 64)
+    model = model.to(torch.bfloat16)
+
+    def run(q: Tensor, v: Tensor) -> Tensor:
+        result: Tensor = model(q, q, v, need_weights=False)[0]
+        return result
+
+    with collect_reports() as reports:
+        backward(compiled(run, recipe=recipe)(q, v))
+    assert reports[0].lowered == {"fprop": 4, "dgrad": 4, "wgrad": 4}
+    assert reports[0].kept == []
