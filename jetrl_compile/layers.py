@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+
+from jetrl_compile.cache_views import with_own_cache
 from jetrl_compile.errors import LoweringError, ModelError
 from jetrl_compile.options import parse_options
 from jetrl_compile.pipeline import CompileReport
@@ -65,6 +67,7 @@ def compile_layers(model: nn.Module, **options: Any) -> dict[str, str]:
             dynamic=True,
             options={**options, "module_path": first},
         )
+        layer._compiled_call_impl = with_own_cache(layer)
     return stands_for
 
 
