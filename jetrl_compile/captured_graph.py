@@ -5,8 +5,9 @@ joint or inference graph, or Dynamo's), and whether it was captured now or read 
 JSON file that was captured on another machine.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from jetrl_compile.precision_graph import Scalar
@@ -28,7 +29,7 @@ class CapturedNode:
         op: "placeholder", "call", "attribute" (a constant of the module) or "output".
         target: Its name as `capture.op_name` gives it; for a placeholder "parameter",
             "buffer" or "input"; for an attribute "constant".
-        args: Positional arguments, nodes as `Ref`.
+        args: Positional arguments as plain data in tuples and dicts, nodes as `Ref`.
         kwargs: Keyword arguments, likewise.
         dtype: Short name of its (first) result's dtype, or "" if it is no tensor.
         shape: The result's shape, None for a dynamic dimension.
@@ -60,11 +61,7 @@ class CapturedNode:
     def inputs(self) -> list[int]:
         """Return the indices of the nodes that it reads, in order, repeats included."""
         found: list[int] = []
-        for arg in self.args:
-            if type(arg) is Ref:
-                found.append(arg.index)
-            elif type(arg) is tuple or type(arg) is dict:
-                _collect(arg, found)
+        _collect(self.args, found)
         if self.kwargs:
             _collect(self.kwargs, found)
         return found
@@ -72,9 +69,20 @@ class CapturedNode:
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """Nodes in execution order; each reads only earlier ones."""
+    """Nodes in execution order; each reads only earlier ones.
+
+    Attributes:
+        nodes: The nodes.
+        known_reads: What `reads` is, where it is known already; else empty.
+    """
 
     nodes: tuple[CapturedNode, ...]
+    known_reads: Sequence[list[int]] = field(default=(), compare=False, repr=False)
+
+    @cached_property
+    def reads(self) -> Sequence[list[int]]:
+        """For each node, the indices of the nodes that it reads."""
+        return self.known_reads or [node.inputs() for node in self.nodes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +99,9 @@ class PlaceholderInfo:
 
 
 def _collect(value: Any, found: list[int]) -> None:
-    if isinstance(value, Ref):
-        found.append(value.index)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            _collect(item, found)
-    elif isinstance(value, Mapping):
-        for item in value.values():
+    for item in value if type(value) is tuple else value.values():
+        kind = type(item)
+        if kind is Ref:
+            found.append(item.index)
+        elif kind is tuple or kind is dict:
             _collect(item, found)

@@ -7,6 +7,7 @@ canonical names fix the counterpart of every operator and edge, so nothing is se
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
+from jetrl_compile.collection import collection_paused
 from jetrl_compile.containment_report import (
     NEEDS_A_LIVE_PAIR,
     ContainmentReport,
@@ -64,7 +65,8 @@ def check_containment(
         The report. It tells neither True nor False where a graph is empty, has no
         GEMM, or says in its meta key "incomplete" what was not captured.
     """
-    return _Check(rollout, train, strict).run()
+    with collection_paused():
+        return _Check(rollout, train, strict).run()
 
 
 def same_bits(provider: str, other: str) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jetrl_compile.captured_graph import CapturedGraph
+from jetrl_compile.collection import collection_paused
 from jetrl_compile.edge_names import finish_edges
 from jetrl_compile.gemm_operators import add_gemm
 from jetrl_compile.gemm_sites import GemmSite
@@ -45,8 +46,17 @@ def build_precision_graph(
             of the batch.
         **meta: The graph's `meta`.
     """
+    with collection_paused():
+        return _build(captured, batch_invariant or {}, meta)
+
+
+def _build(
+    captured: CapturedGraph,
+    batch_invariant: Mapping[str, bool],
+    meta: Mapping[str, Any],
+) -> BuiltGraph:
     functional, origin = without_mutations(captured)
-    state = GraphState(functional, batch_invariant or {})
+    state = GraphState(functional, batch_invariant)
     # An operator stands where its result is ready; masks and positions come first.
     last = {
         group.nodes[0 if group.shape == "index" else -1]: group

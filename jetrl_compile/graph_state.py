@@ -150,8 +150,8 @@ class GraphState:
         """Return the module of the operator that makes a tensor."""
         source = self.sources.source(read)
         group = self.grouping.group_of.get(source.index)
-        if group is not None and group.nodes[-1] not in self.made:
-            if group.shape != "index":
-                return group.module  # it ends later
+        open_still = group is not None and group.nodes[-1] not in self.made
+        if group is not None and open_still and group.shape != "index":
+            return group.module  # it ends later
         made = self.makers(source.index, source.slot)[-1]
         return made.rpartition(":")[0] or made

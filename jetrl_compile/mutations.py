@@ -6,7 +6,7 @@ of the tensor or of a view of it, is here a read of the writing operator's resul
 write to a part of a tensor becomes `slice_scatter`, as AOTAutograd writes it.
 """
 
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 from jetrl_compile.captured_graph import CapturedGraph, CapturedNode, Ref
@@ -30,13 +30,14 @@ def without_mutations(graph: CapturedGraph) -> tuple[CapturedGraph, list[int] | 
         return graph, None
     worker = _Functionalizer()
     for index, node in enumerate(graph.nodes):
-        worker.add(index, node)
-    return CapturedGraph(tuple(worker.nodes)), worker.origin
+        worker.add(index, node, graph.reads[index])
+    return CapturedGraph(tuple(worker.nodes), worker.reads), worker.origin
 
 
 class _Functionalizer:
     def __init__(self) -> None:
         self.nodes: list[CapturedNode] = []
+        self.reads: list[list[int]] = []
         self.origin: list[int] = []
         self.new: list[int] = []  # old index -> new one
         self.base: list[int] = []  # old index -> the first of its equal views
@@ -46,29 +47,33 @@ class _Functionalizer:
         self.parts: dict[int, list[int]] = {}
         self.joined: dict[int, int] = {}  # a tensor with the parts written to it
         self.time: dict[int, int] = {}  # new index of a writer -> old index
+        self.children: dict[int, list[int]] = {}
+        self.stale: set[int] = set()  # tensors of which a read may be another now
 
-    def add(self, index: int, node: CapturedNode) -> None:
+    def add(self, index: int, node: CapturedNode, inputs: list[int]) -> None:
         base = index
-        if node.op == "call" and not node.mutates:
+        if node.op == "call" and inputs and not node.mutates:
             if node.target in SAME_MATRIX and node.target != "clone":
-                inputs = node.inputs()
-                base = self.base[inputs[0]] if inputs else index
+                base = self.base[inputs[0]]
             elif node.target in PARTIAL_VIEWS:
-                inputs = node.inputs()
-                if inputs:
-                    self.parent[index] = self.base[inputs[0]]
+                parent = self.parent[index] = self.base[inputs[0]]
+                self.children.setdefault(parent, []).append(index)
         self.base.append(base)
-        written = [i for i in (_argument(node, at) for at in node.mutates) if i >= 0]
-        if not (written or self.written or self.parts):
-            self._append(index, node)  # as it is: nothing was renumbered yet
-            self.new.append(len(self.nodes) - 1)
+        written: list[int] = []
+        if node.mutates:
+            found = (_argument(node, place) for place in node.mutates)
+            written = [i for i in found if i >= 0]
+        if not written and self._is_current(inputs):
+            self.nodes.append(node)
+            self.reads.append(inputs)
+            self.origin.append(index)
+            self.new.append(index)
             return
         unread = {i for i in written if self._is_unset(i)}
-        item = replace(
+        item = _copy(
             node,
-            args=self._rewrite(node.args, unread),
-            kwargs=self._rewrite(node.kwargs, unread),
-            mutates=(),
+            self._rewrite(node.args, unread),
+            self._rewrite(node.kwargs, unread) if node.kwargs else {},
         )
         held = [self.nodes[self._now(i)] for i in written]
         self._append(index, item)
@@ -81,8 +86,15 @@ class _Functionalizer:
         elif written:
             self._wrote_several(index, item, written, held)
 
+    def _is_current(self, inputs: list[int]) -> bool:
+        """Whether a node is kept as it is: nothing renumbered, nothing stale read."""
+        if len(self.nodes) != len(self.new):
+            return False
+        return self.stale.isdisjoint([self.base[i] for i in inputs])
+
     def _append(self, index: int, node: CapturedNode) -> None:
         self.nodes.append(node)
+        self.reads.append(node.inputs())
         self.origin.append(index)
 
     def _wrote_several(
@@ -126,8 +138,13 @@ class _Functionalizer:
         self.written[base] = writer
         self.parts.pop(base, None)
         self.joined.pop(base, None)
+        below = [base]
+        while below:
+            self.stale.add(below[-1])
+            below += self.children.get(below.pop(), ())
         while base in self.parent:
             base = self.parent[base]
+            self.stale.add(base)
             self.parts.setdefault(base, []).append(writer)
 
     def _now(self, index: int) -> int:
@@ -160,13 +177,35 @@ class _Functionalizer:
         self.time[self.joined[base]] = self.time[writer]
 
     def _rewrite(self, value: Any, unread: set[int]) -> Any:
-        if isinstance(value, Ref):
+        kind = type(value)
+        if kind is Ref:
             return None if value.index in unread else Ref(self._now(value.index))
-        if isinstance(value, (tuple, list)):
-            return tuple(self._rewrite(item, unread) for item in value)
-        if isinstance(value, dict):
+        if kind is tuple:
+            return tuple([self._rewrite(item, unread) for item in value])
+        if kind is dict:
             return {key: self._rewrite(item, unread) for key, item in value.items()}
         return value
+
+
+def _copy(
+    node: CapturedNode, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> CapturedNode:
+    """Return a node with other arguments, which writes to none of them."""
+    return CapturedNode(
+        node.name,
+        node.op,
+        node.target,
+        args,
+        kwargs,
+        node.dtype,
+        node.shape,
+        node.outputs,
+        node.module,
+        node.module_class,
+        node.backward,
+        (),
+        node.attributes,
+    )
 
 
 def _argument(node: CapturedNode, place: int | str) -> int:

@@ -32,7 +32,7 @@ def narrower(a: str, b: str) -> str:
     return b
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Source:
     """Where a tensor comes from.
 
@@ -79,12 +79,10 @@ class TensorSources:
 
     def __init__(self, graph: CapturedGraph) -> None:
         self.nodes: Sequence[CapturedNode] = graph.nodes
-        self.inputs = [node.inputs() for node in graph.nodes]
+        self.inputs = graph.reads
         self.users: list[list[int]] = [[] for _ in graph.nodes]
         for index, read in enumerate(self.inputs):
-            if len(read) > 1:
-                read = list(dict.fromkeys(read))
-            for source in read:
+            for source in read if len(read) < 2 else dict.fromkeys(read):
                 self.users[source].append(index)
         self.parent: list[int] = []
         self.passes: list[bool] = []
