@@ -58,8 +58,10 @@ def annotate_precision(
     for name in lowered:
         _check_dtypes(graph, name)
     edges = tuple(_annotate(edge, lowered, recipe) for edge in graph.edges)
+    # A bias is added to the BF16 result of an FP8 GEMM, not to its accumulator, in the
+    # dtype of the bias: BF16, or FP32 in a model of FP32.
     biased = {
-        edge.target
+        edge.target: graph.operands[edge.target]["bias"].flow.dtype
         for edge in graph.edges
         if edge.source in lowered and graph.by_name[edge.target].kind == "bias_add"
     }
@@ -67,9 +69,8 @@ def annotate_precision(
         replace(op, reason=kept[op.name]) if op.name in kept else _without_reason(op)
         for op in graph.operators
     )
-    # A bias is added to the BF16 result of an FP8 GEMM, not to its accumulator.
     operators = tuple(
-        replace(op, compute_dtype="bf16") if op.name in biased else op
+        replace(op, compute_dtype=biased.get(op.name, op.compute_dtype))
         for op in operators
     )
     return PrecisionGraph(operators, edges, graph.meta)

@@ -88,6 +88,13 @@ class Context:
         self._built = None
 
 
+def copy_graph(graph: Graph) -> Graph:
+    """Return a graph with the same nodes; their metadata are shallow copies."""
+    copied = Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    return copied
+
+
 def emit(graph: Graph, target: Any, args: tuple[Any, ...], anchor: Node) -> Node:
     """Insert a call at the graph's insertion point, with its true `meta["val"]`.
 

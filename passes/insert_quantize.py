@@ -35,11 +35,13 @@ def insert_quantize(context: Context) -> int:
     order = sorted(context.built.gemms.items(), key=lambda item: item[1].node)
     for name, site in order:
         node = context.nodes[site.node]
-        if node in context.operands:
-            worker.check_same(name, node)
+        first = worker.decided.setdefault(node, name)
+        if first != name:
+            worker.check_same(first, name)
+        elif node in context.operands:
+            continue
         elif context.annotated.is_fp8(context.annotated.by_name[name]):
             context.operands[node] = worker.operands(name, site)
-            worker.decided[node] = name
     return worker.count
 
 
@@ -49,13 +51,12 @@ class _Inserter:
     count: int = 0
     decided: dict[Node, str] = field(default_factory=dict)
     made: dict[tuple[object, ...], Quantized] = field(default_factory=dict)
-    forward_x: dict[str, tuple[Node, Quantized, Flow]] = field(default_factory=dict)
+    forward_x: dict[Node, tuple[Quantized, Flow]] = field(default_factory=dict)
 
-    def check_same(self, name: str, node: Node) -> None:
+    def check_same(self, first: str, name: str) -> None:
         """Check that all layers of a fused GEMM have the same flows."""
         annotated = self.context.annotated
         assert annotated is not None
-        first = self.decided[node]
         a, b = (
             {k: e.flow for k, e in annotated.operands[n].items()} for n in (first, name)
         )
@@ -74,7 +75,7 @@ class _Inserter:
         left, right = self.context.nodes[site.a], self.context.nodes[site.b]
         if site.role == "fprop":
             x = self._quantize(left, flows["x"], False, node)
-            self.forward_x[site.module] = (left, x, flows["x"])
+            self.forward_x[left] = (x, flows["x"])
             self._wgrad_in_forward(name, left, node)
             return x, self._weight(site, flows["w"], node, None)
         if site.role == "dgrad":
@@ -114,13 +115,13 @@ class _Inserter:
     ) -> Quantized:
         if flow.source_dtype != "e4m3":
             return self._quantize(x, flow, transpose, anchor)
-        made = self.forward_x.get(site.module)
-        if made is None or made[0] is not x:
+        made = self.forward_x.get(x)
+        if made is None:
             raise LoweringError(
                 f"{site.module}:wgrad reads an x whose fprop codes are not at hand; "
                 "use the recipe 'jetrl', which quantizes it from BF16"
             )
-        _, codes, before = made
+        codes, before = made
         key = ("requantize", codes.codes, str(flow), transpose)
         if key not in self.made:
             assert before.granularity is not None

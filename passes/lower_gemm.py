@@ -35,10 +35,10 @@ def lower_gemm(context: Context) -> int:
         if node in context.operands and node not in done:
             _lower(context, name, site, node)
             done.add(node)
-    _check_all(context, done)
     if done:
         context.graph.eliminate_dead_code()
         context.changed()
+    _check_all(context)
     return len(done)
 
 
@@ -127,14 +127,19 @@ def _retype(node: Node) -> None:
             _retype(user)
 
 
-def _check_all(context: Context, done: set[Node]) -> None:
-    annotated = context.annotated
+def _check_all(context: Context) -> None:
+    annotated, built = context.annotated, context.built
     assert annotated is not None
+    target = torch.ops.jetrl.gemm.default
+    lowered = {
+        name
+        for name, site in built.gemms.items()
+        if context.nodes[site.node].target is target
+    }
     left = [
         op.name
         for op in annotated.gemms()
-        if annotated.is_fp8(op)
-        and context.nodes[context.built.gemms[op.name].node] not in done
+        if annotated.is_fp8(op) and op.name not in lowered
     ]
     if left:
         raise LoweringError(

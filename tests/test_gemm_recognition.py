@@ -1,11 +1,15 @@
 """Weight GEMMs that modules do not tell apart: each of the three is found, or none."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny_models import activations, backward, compiled
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 from jetrl_compile.pipeline import CompileReport
+from jetrl_compile.recipe import JETRL
 from jetrl_compile.report_sink import collect_reports
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -82,8 +86,9 @@ class Twice(nn.Module):
         return result
 
 
-def test_layer_that_runs_twice() -> None:
-    report = report_of(Twice(), activations(64, 192))
+@pytest.mark.parametrize("recipe", ["jetrl", "jetrl_paper"])
+def test_layer_that_runs_twice(recipe: str) -> None:
+    report = report_of(Twice(), activations(64, 192), recipe=recipe)
     assert report.lowered == {"fprop": 2, "dgrad": 2, "wgrad": 2}
     assert report.kept == []
 
@@ -118,3 +123,20 @@ def test_siblings_share_codes(recipe: str) -> None:
         backward(compiled(run, recipe=recipe)(q, v))
     assert reports[0].lowered == {"fprop": 4, "dgrad": 4, "wgrad": 4}
     assert reports[0].kept == []
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(192, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return nn.functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("part", ["gate_proj", "up_proj"])
+def test_half_of_a_fused_layer_cannot_be_fp8(part: str) -> None:
+    recipe = replace(JETRL, name="half", exclude=(part,))
+    with pytest.raises(BackendCompilerFailed, match=r"up_proj:fprop are one GEMM but"):
+        report_of(Fused(), activations(64, 192), recipe=recipe)
