@@ -260,6 +260,8 @@ class GemmSites:
         if weight is None:
             return None
         if node.backward:
+            if weight.index not in self._by_weight:
+                return None
             role, module = "dgrad", self._forward(node, weight.index).module
         else:
             role, module = "fprop", self._module(node, weight.index)
