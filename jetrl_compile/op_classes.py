@@ -44,7 +44,7 @@ ATTENTION = _words("""
     _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable
     _scaled_dot_product_attention_math flex_attention _flash_attention_forward
     vllm.unified_attention vllm.unified_attention_with_output vllm.unified_mla_attention
-    vllm.unified_mla_attention_with_output jetrl.reference_attention
+    vllm.unified_mla_attention_with_output jetrl_examples.reference_attention
     """)
 SOFTMAXES = _words("softmax _softmax _safe_softmax log_softmax _log_softmax")
 NORMS = _words("""

@@ -57,6 +57,9 @@ def test_decode_with_shared_graphs_equals_the_trainer_s_forward() -> None:
         )
     # An empty cache, a filled one, and one that was just repeated; not 3 layers' each.
     assert len(reports) <= 3
+    graph = reports[0].graph
+    assert graph.by_name["model.layers.0.self_attn:attention"].kind == "attention"
+    assert not graph.unknown()
     compile_layers(model, phase="train", **options)
     with torch.no_grad():
         log_probs = token_log_probs(
