@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from jetrl_compile.errors import ModelError
 from jetrl_compile.examples.sampling import Progress, Rollouts, token_log_probs
 
-# As verl: keeps a group of equal rewards from being divided by zero.
+# As verl's: added to a group's standard deviation.
 EPSILON = 1e-6
 
 
@@ -56,6 +56,8 @@ def group_advantages(rewards: Tensor, group_size: int) -> Tensor:
     groups = rewards.reshape(-1, group_size)
     centered = groups - groups.mean(dim=1, keepdim=True)
     deviation = groups.std(dim=1, keepdim=True)
+    # Equal rewards teach nothing, although their mean may round to another number.
+    centered = centered.where(deviation > EPSILON, 0.0)
     return (centered / (deviation + EPSILON)).reshape(rewards.shape)
 
 
