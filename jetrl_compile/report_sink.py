@@ -1,4 +1,4 @@
-"""Where the compiler's reports go: to the user's callable or folder; what they add up to.
+"""Where the compiler's reports go: the user's callable or folder; what they add up to.
 
 `check_phases` sees a phase that runs fewer FP8 GEMMs than another: old log-probs in FP8
 and training in BF16, for example.

@@ -132,7 +132,8 @@ class Fused(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return nn.functional.silu(gate) * up
+        result: Tensor = nn.functional.silu(gate) * up
+        return result
 
 
 @pytest.mark.parametrize("part", ["gate_proj", "up_proj"])

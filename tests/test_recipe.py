@@ -54,7 +54,7 @@ def test_patterns_with_empty_parts(pattern: str) -> None:
 
 def test_a_single_string_is_no_list_of_patterns() -> None:
     with pytest.raises(RecipeError, match=r"exclude='lm_head' .* \('lm_head',\)"):
-        replace(JETRL, name="bad", exclude="lm_head")
+        replace(JETRL, name="bad", exclude="lm_head")  # type: ignore[arg-type]
 
 
 def test_pattern_that_matches_nothing_lists_near_names() -> None:

@@ -49,7 +49,8 @@ class Experts(nn.Module):
         gate, up = self.gate_up_proj(x).chunk(2, -1)
         x = nn.functional.silu(gate) * up
         parts = torch.stack([expert(x) for expert in self.experts], -1)
-        return (parts * weights.unsqueeze(-2)).sum(-1)
+        weighted: Tensor = parts * weights.unsqueeze(-2)
+        return weighted.sum(-1)
 
 
 @pytest.mark.parametrize("name", ["gate", "router", "gate.wg", "mlp.gate", "x7"])

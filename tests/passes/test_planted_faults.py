@@ -117,7 +117,7 @@ def test_wrong_tensor_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         return x, w
 
     monkeypatch.setattr(insert_quantize._Inserter, "operands", swapped)
-    with pytest.raises(BackendCompilerFailed, match="LoweringError: .*up_proj"):
+    with pytest.raises(BackendCompilerFailed, match=r"LoweringError: .*up_proj"):
         compile_mlp()
 
 
