@@ -195,7 +195,10 @@ def _encode(
     padded = torch.nn.functional.pad(matrix, tails) if any(tails) else matrix
     regions = padded.view(high, height, wide, width)
     scales = regions.abs().amax((1, 3), keepdim=True).to(torch.float32)
-    scales = scales.clamp_(min=amax_floor).div_(E4M3_MAX)
+    # By a tensor of the device: CUDA divides by a Python number as a product with its
+    # reciprocal, which is another quantizer.
+    divisor = torch.full((), E4M3_MAX, dtype=scales.dtype, device=scales.device)
+    scales = scales.clamp_(min=amax_floor).div_(divisor)
     if scale_format == "ue8m0":
         scales = power_of_two_above(scales)
     quotients = (regions / scales).clamp_(-E4M3_MAX, E4M3_MAX)

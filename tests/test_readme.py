@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from tiny_models import IGNORE_SCRIPT_METHOD
 
 from jetrl_compile import recipe
 
@@ -17,10 +17,11 @@ def python_blocks(path: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
+@IGNORE_SCRIPT_METHOD
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_readme_example() -> None:
     (block,) = python_blocks("README.md")
     names: dict[str, Any] = {}
-    torch._dynamo.reset()
     exec(block, names)
     assert names["loss"].isfinite()
     for name, parameter in names["model"].named_parameters():

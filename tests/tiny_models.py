@@ -32,6 +32,8 @@ _SIZES: dict[str, Any] = {
 IGNORE_SCRIPT_METHOD = pytest.mark.filterwarnings(
     "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
 )
+# Inductor's advice for a GPU that has TensorFloat32.
+IGNORE_TF32 = pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 # transformers caches a version check that Dynamo traces through.
 IGNORE_LRU_CACHE = pytest.mark.filterwarnings(
     "ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"

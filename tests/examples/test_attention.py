@@ -173,6 +173,7 @@ def test_decode_batch_padding_and_length_keep_a_row_s_bits(
     assert alone.float().std() > 0.1
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_compiles_whole_for_any_length_and_differentiates() -> None:
     model = tiny_llama(layers=1)
     use_reference_attention(model)
