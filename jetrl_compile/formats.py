@@ -90,7 +90,9 @@ class Flow:
             parts += [f"{self.scale_apply}, floor {self.amax_floor:g}"]
             parts += [f"from {self.source_dtype}"]
             text += f"[{'; '.join(parts)}]"
-        return text if self.saved_dtype is None else f"{text} (saved {self.saved_dtype})"
+        return (
+            text if self.saved_dtype is None else f"{text} (saved {self.saved_dtype})"
+        )
 
 
 def quantized(
