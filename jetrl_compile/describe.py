@@ -45,6 +45,7 @@ _ROUTING = frozenset(
         *("scatter_add", "masked_select", "nonzero", "one_hot", "histc", "bincount"),
     )
 )
+_PARTS = {"complex64": "fp32", "complex128": "fp64"}
 _STATISTICS = frozenset(("mean", "var", "var_mean"))
 _SINGLE = ADDS | POINTWISE - _REDUCTIONS | ACTIVATIONS
 
@@ -74,8 +75,9 @@ def compute_dtype(nodes: list[CapturedNode]) -> str:
     if any(node.target in SOFTMAXES for node in nodes):
         return "fp64" if any(node.dtype == "fp64" for node in nodes) else "fp32"
     if len(nodes) == 1 and nodes[0].dtype:
-        return nodes[0].dtype
+        return _PARTS.get(nodes[0].dtype, nodes[0].dtype)
     dtypes = [name for node in nodes for name in (node.dtype, *node.outputs) if name]
+    dtypes = [_PARTS.get(name, name) for name in dtypes]
     floating = [name for name in dtypes if name in FLOATING]
     if floating:
         return max(floating, key=FLOATING.index)
@@ -120,7 +122,7 @@ def _leaf(
 ) -> Description:
     if names & EMBEDDINGS:
         return Description("embedding", "embedding", {}, computed)
-    if {"cos", "sin"} <= names:
+    if {"cos", "sin"} <= names or any(n.dtype.startswith("complex") for n in nodes):
         return Description("rope_table", "rope_table", {}, computed)
     if is_activation_class(nodes[0]):
         params: dict[str, Scalar] = {"function": _activation(nodes[0])}

@@ -46,6 +46,9 @@ def add_group(state: GraphState, group: Group) -> None:
         module = state.module_of(
             max(reads, key=lambda read: state.sources.source(read).index)
         )
+    elif what.kind == "activation" and module.endswith(".activation_fn"):
+        # Phi's name for what Llama, and any engine, calls act_fn.
+        module = module.removesuffix("activation_fn") + "act_fn"
     name = state.operator(
         index,
         f"{module}:{what.role}",

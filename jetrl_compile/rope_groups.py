@@ -23,7 +23,9 @@ def rope_groups(finder: GroupFinder, forward: list[int]) -> None:
     for index in forward:
         node = nodes[index]
         if node.dtype.startswith("complex") and index not in finder.group_of:
-            finder.add([index], "rope", node.module)
+            if not node.module.endswith("rotary_emb"):  # which makes the table
+                finder.add([index], "rope", node.module)
+            continue
         if node.target not in JOINS or index in finder.group_of:
             continue
         members = _negated_half(finder, index) or _two_halves(finder, index)

@@ -18,6 +18,8 @@ from jetrl_compile.op_classes import (
 )
 
 _BITS = {name: bits for bits, name in enumerate(FLOATING)}
+# A complex number is a pair of floats, and a view of one.
+_BITS |= {"complex64": _BITS["fp32"], "complex128": _BITS["fp64"]}
 _ONE_INPUT = VIEWS | CASTS
 _SEEN_THROUGH = CASTS | SAME_MATRIX | {"expand"}
 ROPE_TABLE = "cos_sin_cache"  # vLLM's buffer of cosines and sines
@@ -176,14 +178,11 @@ class TensorSources:
         if node.op == "attribute":
             return True
         if node.op == "placeholder":
-            return not _floats(node)
+            return node.dtype not in _BITS
         if node.op != "call":
             return False
-        if node.dtype not in _BITS:
-            if node.dtype and not node.dtype.startswith("complex"):
-                return True
-            if not node.dtype and not any(node.outputs):
-                return True  # a size, or nothing
+        if node.dtype not in _BITS and (node.dtype or not any(node.outputs)):
+            return True  # integers, booleans; a size, or nothing
         is_index = self.is_index
         return node.target in CONSTANTS or all(is_index[i] for i in self.inputs[index])
 
@@ -198,10 +197,6 @@ class TensorSources:
         if before.dtype == node.dtype:
             return before
         return Source(before.index, narrower(before.dtype, node.dtype), before.slot)
-
-
-def _floats(node: CapturedNode) -> bool:
-    return node.dtype in _BITS or node.dtype.startswith("complex")
 
 
 def scalar_args(node: CapturedNode) -> list[int | float]:
