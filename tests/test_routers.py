@@ -1,10 +1,10 @@
-"""Routers stay in high precision by what they do, whatever they are called (case 8)."""
+"""Routers and output heads stay in high precision by what they do (case 8)."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import IGNORE_LRU_CACHE, activations, backward, compiled
+from tiny_models import IGNORE_LRU_CACHE, Mlp, activations, backward, compiled, tokens
 from torch import Tensor, nn
 
 from jetrl_compile.recipe import JETRL
@@ -85,4 +85,33 @@ def test_gates_of_an_mlp_are_no_routers() -> None:
     )
     with collect_reports() as reports:
         compiled(model)(activations(8, 128))
+    assert reports[0].kept == []
+
+
+class Reader(nn.Module):
+    """A language model whose parts have names of their own."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, 192)
+        self.body = Mlp(192, rows)  # gate and up make as many numbers as there are rows
+        self.last = nn.Linear(192, rows, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.last(self.body(self.table(ids)))
+        return logits.float().div(30).tanh() * 30
+
+
+def test_output_head_is_told_by_the_vocabulary() -> None:
+    model = Reader(320).to(torch.bfloat16)
+    with collect_reports() as reports:
+        backward(compiled(model)(tokens()))
+    (report,) = reports
+    assert {op.module: op.reason for op in report.kept} == {
+        "last": "recipe jetrl keeps the role lm_head in high precision"
+    }
+    assert report.lowered == {"fprop": 3, "dgrad": 3, "wgrad": 3}
+    named = replace(JETRL, name="with_readout", include=("last",))
+    with collect_reports() as reports:
+        compiled(model, recipe=named)(tokens())
     assert reports[0].kept == []
