@@ -160,6 +160,7 @@ def run_demo(options: DemoOptions, stage: Stage, show: Show) -> DemoResult:
     result = DemoResult(options)
     with quiet():
         torch.manual_seed(options.seed)
+        choose_threads()
         with stage(f"loading {options.name}", 9):
             policy, tokenizer = load_model(options.model)
             hugging_face: Any = policy
@@ -178,6 +179,31 @@ def run_demo(options: DemoOptions, stage: Stage, show: Show) -> DemoResult:
     result.seconds = time.perf_counter() - started
     show.end(result)
     return result
+
+
+def choose_threads() -> int:
+    """Use one thread where more are slower, because other programs use the cores.
+
+    Returns:
+        How many threads torch uses from now on: as before, or one.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1:
+        return 1
+    x = torch.ones(1024, 128, dtype=torch.float64)
+    w = torch.ones(128, 576, dtype=torch.float64)
+
+    def measure(count: int) -> float:
+        torch.set_num_threads(count)
+        started = time.perf_counter()
+        for _ in range(40):
+            (x @ w).mul_(2.0)
+        return time.perf_counter() - started
+
+    measure(threads)  # the first run makes the threads
+    if measure(threads) < measure(1):
+        torch.set_num_threads(threads)
+    return torch.get_num_threads()
 
 
 def _check_graphs(policy: nn.Module, result: DemoResult, stage: Stage) -> None:
