@@ -8,6 +8,7 @@ from tiny_models import (
     ARCHITECTURES,
     IGNORE_LRU_CACHE,
     IGNORE_SCRIPT_METHOD,
+    IGNORE_SOFTMAX,
     IGNORE_TF32,
     compiled,
     gradients,
@@ -25,7 +26,13 @@ from jetrl_compile.pipeline import CompileReport
 from jetrl_compile.precision_graph import Operator
 from jetrl_compile.rollout import make_rollout_model, refit
 
-pytestmark = [pytest.mark.gpu, IGNORE_SCRIPT_METHOD, IGNORE_LRU_CACHE, IGNORE_TF32]
+pytestmark = [
+    pytest.mark.gpu,
+    IGNORE_SCRIPT_METHOD,
+    IGNORE_LRU_CACHE,
+    IGNORE_TF32,
+    IGNORE_SOFTMAX,
+]
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

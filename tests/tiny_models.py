@@ -34,6 +34,10 @@ IGNORE_SCRIPT_METHOD = pytest.mark.filterwarnings(
 )
 # Inductor's advice for a GPU that has TensorFloat32.
 IGNORE_TF32 = pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+# Inductor's advice for a softmax over few elements on a GPU.
+IGNORE_SOFTMAX = pytest.mark.filterwarnings(
+    r"ignore:\s*Online softmax is disabled:UserWarning"
+)
 # transformers caches a version check that Dynamo traces through.
 IGNORE_LRU_CACHE = pytest.mark.filterwarnings(
     "ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"
