@@ -9,7 +9,6 @@ for DeepSeek-V3 (61 layers, 256 experts).
 """
 
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -87,9 +86,6 @@ def main() -> int:
             )
         print(f"{name:12} {report.verdict()}")
         missed += report.contained is not True
-    print(
-        f"this process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / GIB:.2f} GiB"
-    )
     return int(bool(missed))
 
 
