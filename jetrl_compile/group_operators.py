@@ -182,10 +182,13 @@ def _attention_operands(
                 source = state.sources.source(arg.index)
                 places.setdefault((source.index, source.slot), label)
     free = iter("qkv" if not places else "")
+    found: list[tuple[str, int]] = []
     for number, read in enumerate(activations):
         source = state.sources.source(read)
         label = places.get((source.index, source.slot)) or next(free, f"in.{number}")
-        labelled.append((label, read))
+        found.append((label, read))
+    # An engine writes k and v into its cache before attention reads q.
+    labelled += sorted(found, key=lambda pair: "qkv".find(pair[0]) % 4)
 
 
 def _is_table(state: GraphState, read: int) -> bool:

@@ -27,7 +27,8 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
-_EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
+_EAGER: dict[str, Any] = {**_SIZES, "attn_implementation": "eager"}
+_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
 _MLA: dict[str, Any] = {
     **_SIZES,
     **_EXPERTS,
@@ -43,7 +44,7 @@ _MLA: dict[str, Any] = {
     "qk_nope_head_dim": 32,
     "v_head_dim": 64,
 }
-_NEXT = {
+_NEXT: dict[str, Any] = {
     "head_dim": 64,
     "num_experts": 4,
     "shared_expert_intermediate_size": 64,
@@ -53,8 +54,14 @@ _NEXT = {
     "linear_value_head_dim": 32,
     "layer_types": ["linear_attention", "full_attention"],
 }
-_GPTJ = {"vocab_size": 320, "n_embd": 128, "n_layer": 1, "n_head": 2, "rotary_dim": 32}
-_FALCON = {
+_GPTJ: dict[str, Any] = {
+    "vocab_size": 320,
+    "n_embd": 128,
+    "n_layer": 1,
+    "n_head": 2,
+    "rotary_dim": 32,
+}
+_FALCON: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 128,
     "num_hidden_layers": 1,
@@ -65,9 +72,9 @@ _FALCON = {
 _NEOX = {k: v for k, v in _SIZES.items() if k != "num_key_value_heads"}
 
 ARCHITECTURES: dict[str, Callable[[], Any]] = {
-    "eager": lambda: tf.LlamaConfig(**_SIZES, attn_implementation="eager"),
+    "eager": lambda: tf.LlamaConfig(**_EAGER),
     "sliding_window_eager": lambda: tf.Gemma3TextConfig(
-        **_SIZES, head_dim=64, sliding_window=8, attn_implementation="eager"
+        **_EAGER, head_dim=64, sliding_window=8
     ),
     "sliding_window": lambda: tf.MistralConfig(**_SIZES, sliding_window=8),
     "fused_weights": lambda: tf.Phi3Config(**_SIZES),

@@ -2,75 +2,16 @@
 
 from collections import Counter
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 import pytest
-import torch
-import transformers as tf
 from make_vllm_fixture import ENGINES, FIXTURES, fixture_text
 from sample_graphs import names
-from tiny_models import step
 from vllm_description import Engine, describe_engine
+from vllm_pairs import AGREES, MODELS, engine_graph, trainer
 
 from jetrl_compile.capture_json import read_captured
-from jetrl_compile.captured_graph import CapturedGraph
 from jetrl_compile.containment import check_containment
 from jetrl_compile.graph_builder import build_precision_graph
-from jetrl_compile.passes.annotate_precision import annotate_precision
-from jetrl_compile.precision_graph import PrecisionGraph
-from jetrl_compile.recipe import get_recipe
-
-MODELS = ("qwen3", "llama", "qwen2")
-# What the trainer does, too: the residual sum rounded before the norm reads it.
-AGREES = {"add_norm": "vllm_c"}
-
-
-def _config(engine: Engine) -> dict[str, Any]:
-    return {
-        "vocab_size": engine.vocabulary,
-        "hidden_size": engine.hidden,
-        "intermediate_size": engine.intermediate,
-        "num_hidden_layers": engine.layers,
-        "num_attention_heads": engine.heads,
-        "num_key_value_heads": engine.kv_heads,
-        "head_dim": engine.head_dim,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 2,
-    }
-
-
-@cache
-def trainer(engine: Engine) -> PrecisionGraph:
-    """The training graph that the backend reports for the same sizes."""
-    sizes = _config(engine)
-    model: torch.nn.Module = {
-        "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**sizes)),
-        "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)),
-        "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**sizes)),
-    }[engine.model]()
-    torch._dynamo.reset()
-    ids = torch.arange(32).reshape(2, 16)
-    _, _, (report,) = step(model.to(torch.bfloat16).train(), ids)
-    return report.graph
-
-
-def rollout(captured: CapturedGraph) -> PrecisionGraph:
-    """The precision graph under recipe jetrl, its GEMMs run by the reference."""
-    graph = build_precision_graph(captured, phase="rollout").graph
-    graph = annotate_precision(graph, get_recipe("jetrl"), "rollout")
-    operators = (
-        replace(op, provider="reference", batch_invariant=True)
-        if op.kind == "gemm" and graph.is_fp8(op)
-        else op
-        for op in graph.operators
-    )
-    return replace(graph, operators=tuple(operators))
-
-
-def engine_graph(model: str, **variant: object) -> PrecisionGraph:
-    return rollout(describe_engine(Engine(model, **variant)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ENGINES)
