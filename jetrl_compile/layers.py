@@ -1,4 +1,4 @@
-"""Compile a model's decoder layers one by one, and count what each phase lowered.
+"""Compile a model's decoder layers one by one.
 
 A whole-model compile under `torch.utils.checkpoint` leaves the decoder layers
 uncompiled in training, but not in evaluation: old log-probs in FP8, training in BF16.
@@ -12,9 +12,8 @@ from torch import nn
 
 
 from jetrl_compile.cache_views import with_own_cache
-from jetrl_compile.errors import LoweringError, ModelError
+from jetrl_compile.errors import ModelError
 from jetrl_compile.options import parse_options
-from jetrl_compile.pipeline import CompileReport
 from jetrl_compile.recipe import Recipe
 from jetrl_compile.rollout import QuantizedLinear
 
@@ -85,36 +84,3 @@ def _decisions(
         if isinstance(getattr(module, "weight", None), nn.Parameter)
         or isinstance(module, QuantizedLinear)
     )
-
-
-def check_phases(reports: list[CompileReport]) -> dict[str, int]:
-    """Check that every phase runs the same FP8 GEMMs of each compiled module.
-
-    Args:
-        reports: Of one model, for example from `collect_reports`.
-
-    Returns:
-        For each phase ("train/training", "train/inference", ...), its FP8 fprop GEMMs.
-
-    Raises:
-        LoweringError: A phase runs fewer than another; modules are named.
-    """
-    phases: dict[str, dict[str, set[str]]] = {}
-    for report in reports:
-        kind = "training" if report.training else "inference"
-        names = {
-            op.module for op in report.graph.gemms("fprop") if report.graph.is_fp8(op)
-        }
-        modules = phases.setdefault(f"{report.phase}/{kind}", {})
-        modules.setdefault(report.module, set()).update(names)
-    found = {phase: set().union(*m.values()) for phase, m in phases.items()}
-    everything = set().union(*found.values()) if found else set()
-    for phase, names in found.items():
-        missing = sorted(everything - names)
-        if missing:
-            raise LoweringError(
-                f"{len(missing)} layers run in FP8 in another phase, not in {phase}, "
-                f"first {missing[0]}; compile each decoder layer with fullgraph=True "
-                "(jetrl_compile.layers.compile_layers) so that no phase runs eagerly"
-            )
-    return {phase: len(names) for phase, names in found.items()}
