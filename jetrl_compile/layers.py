@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-
 from jetrl_compile.cache_views import with_own_cache
 from jetrl_compile.errors import ModelError
 from jetrl_compile.options import parse_options

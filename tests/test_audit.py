@@ -1,5 +1,7 @@
 """Levels 1 to 4 on live pairs: each planted fault is named, at its edge."""
 
+from typing import Any
+
 import pytest
 import torch
 from test_rollout import step, tiny_llama
@@ -18,8 +20,8 @@ STATUS = dict[int, str]
 IGNORE_GRAD = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 
-def levels(trainer: nn.Module, rollout: nn.Module, **more: object) -> STATUS:
-    found = audit(trainer, rollout, TOKENS, **more)  # type: ignore[arg-type]
+def levels(trainer: nn.Module, rollout: nn.Module, **more: Any) -> STATUS:
+    found = audit(trainer, rollout, TOKENS, **more)
     return {level.level: level.status for level in found.report.levels}
 
 
@@ -29,7 +31,7 @@ def test_a_sound_pair_passes_all_levels_before_and_after_a_step(
     masters: torch.dtype,
 ) -> None:
     trainer = tiny_llama().to(torch.bfloat16).to(masters).eval()
-    rollout = make_rollout_model(trainer)
+    rollout: Any = make_rollout_model(trainer)
     passed = dict.fromkeys((1, 2, 3, 4), "passed")
     if masters is torch.float32:
         # FP32 norms and residuals in the trainer, BF16 in the rollout: told apart.
@@ -52,7 +54,7 @@ def test_a_sound_pair_passes_all_levels_before_and_after_a_step(
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_flipped_bit_is_named_at_its_edge() -> None:
     trainer = tiny_llama().to(torch.bfloat16).eval()
-    rollout = make_rollout_model(trainer)
+    rollout: Any = make_rollout_model(trainer)
     layer = rollout.get_submodule("model.layers.1.mlp.up_proj")
     assert isinstance(layer, QuantizedLinear)
     layer.weight.view(torch.uint8)[3, 5] ^= 64
@@ -67,8 +69,8 @@ def test_a_flipped_bit_is_named_at_its_edge() -> None:
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_another_eps_is_named_where_values_part() -> None:
     trainer = tiny_llama().to(torch.bfloat16).eval()
-    rollout = make_rollout_model(trainer)
-    rollout.get_submodule("model.layers.1.input_layernorm").variance_epsilon = 1e-2  # type: ignore[assignment]
+    rollout: Any = make_rollout_model(trainer)
+    rollout.get_submodule("model.layers.1.input_layernorm").variance_epsilon = 1e-2
     report = audit(trainer, rollout, TOKENS).report
     two = [d for d in report.differences if d.level == 2]
     assert [(d.operator, d.attribute) for d in two] == [
@@ -81,7 +83,7 @@ def test_another_eps_is_named_where_values_part() -> None:
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_fault_outside_the_decoder_layers_is_named() -> None:
     trainer = tiny_llama().to(torch.bfloat16).eval()
-    rollout = make_rollout_model(trainer)
+    rollout: Any = make_rollout_model(trainer)
     with torch.no_grad():
         rollout.get_submodule("model.norm").weight[0] += 1
     report = audit(trainer, rollout, TOKENS).report
@@ -92,7 +94,7 @@ def test_a_fault_outside_the_decoder_layers_is_named() -> None:
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_rollout_only_fails_and_a_tolerance_passes_level_4() -> None:
     trainer = tiny_llama().to(torch.bfloat16).eval()
-    rollout = make_rollout_model(trainer, "rollout_only")
+    rollout: Any = make_rollout_model(trainer, "rollout_only")
     assert levels(trainer, rollout, recipe="rollout_only") == {
         1: "failed",
         2: "passed",
@@ -109,7 +111,7 @@ def test_a_recipe_that_names_the_head_is_audited_whole() -> None:
         "with_head", JETRL.flows, train=True, rollout=True, include=("lm_head",)
     )
     trainer = tiny_llama(tie_word_embeddings=True).to(torch.bfloat16).eval()
-    rollout = make_rollout_model(trainer, recipe)
+    rollout: Any = make_rollout_model(trainer, recipe)
     assert isinstance(rollout.get_submodule("lm_head"), QuantizedLinear)
     table = rollout.get_submodule("model.embed_tokens")
     assert table.weight.dtype == torch.bfloat16, "case 7: the embedding reads BF16"

@@ -1,6 +1,7 @@
 """The rollout model: stored bytes, refit, and bit-equal log-probs with the trainer."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from jetrl_compile.errors import ModelError, RefitError
 from jetrl_compile.rollout import QuantizedLinear, make_rollout_model, refit
 
 
-def tiny_llama(**more: object) -> nn.Module:
+def tiny_llama(**more: Any) -> Any:
     """Tails everywhere: hidden 192, kv 64, intermediate 320."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -35,7 +36,7 @@ def tiny_llama(**more: object) -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def tiny_qwen2() -> nn.Module:
+def tiny_qwen2() -> Any:
     torch.manual_seed(0)
     return Qwen2ForCausalLM(
         Qwen2Config(
@@ -49,7 +50,7 @@ def tiny_qwen2() -> nn.Module:
     )
 
 
-def tiny_gpt2() -> nn.Module:
+def tiny_gpt2() -> Any:
     torch.manual_seed(0)
     return GPT2LMHeadModel(
         GPT2Config(vocab_size=256, n_embd=192, n_layer=1, n_head=3, n_positions=128)
@@ -58,7 +59,7 @@ def tiny_gpt2() -> nn.Module:
 
 def logits(model: nn.Module, tokens: Tensor, phase: str, recipe: str) -> Tensor:
     torch._dynamo.reset()
-    options = {"lowering": "aot", "phase": phase, "recipe": recipe}
+    options: dict[str, Any] = {"lowering": "aot", "phase": phase, "recipe": recipe}
     compiled = torch.compile(model, backend="jetrl", fullgraph=True, options=options)
     with torch.set_grad_enabled(phase == "train"):
         result: Tensor = compiled(input_ids=tokens, use_cache=False).logits.detach()
@@ -80,7 +81,7 @@ def test_log_probs_are_equal_bit_for_bit_after_each_refit(
     make: Callable[[], nn.Module], recipe: str
 ) -> None:
     trainer = make().to(torch.bfloat16).eval()
-    rollout = make_rollout_model(trainer, recipe)
+    rollout: Any = make_rollout_model(trainer, recipe)
     tokens = torch.randint(256, (2, 20))
     first = logits(rollout, tokens, "rollout", recipe)
     assert torch.equal(first, logits(trainer, tokens, "train", recipe))
@@ -93,7 +94,7 @@ def test_log_probs_are_equal_bit_for_bit_after_each_refit(
 
 
 def test_only_codes_and_scales_are_stored() -> None:
-    rollout = make_rollout_model(tiny_llama())
+    rollout: Any = make_rollout_model(tiny_llama())
     layers = [m for m in rollout.modules() if isinstance(m, QuantizedLinear)]
     assert len(layers) == 14
     for layer in layers:
@@ -123,7 +124,7 @@ def test_masters_in_fp32_are_rounded_to_bf16_first() -> None:
         stored = layer.weight[:128, :128]
         return float((codes.float() != stored.float()).float().mean())
 
-    rollout = make_rollout_model(trainer)
+    rollout: Any = make_rollout_model(trainer)
     assert differing() == 0.0, "equal at step 0: BF16 weights"
     step(trainer, torch.randint(256, (2, 20)))
     refit(rollout, trainer.named_parameters())
@@ -167,7 +168,7 @@ def test_damaged_storage_fails_level_3_and_is_named(
     damage: Callable[[QuantizedLinear], None], attribute: str, tensor: str
 ) -> None:
     trainer = tiny_llama()
-    rollout = make_rollout_model(trainer)
+    rollout: Any = make_rollout_model(trainer)
     layer = rollout.get_submodule("model.layers.1.self_attn.k_proj")
     assert isinstance(layer, QuantizedLinear)
     damage(layer)
@@ -179,7 +180,7 @@ def test_damaged_storage_fails_level_3_and_is_named(
 
 def test_a_stale_rollout_model_fails_level_3() -> None:
     trainer = tiny_llama()
-    rollout = make_rollout_model(trainer)
+    rollout: Any = make_rollout_model(trainer)
     with torch.no_grad():
         trainer.get_submodule("model.norm").weight.add_(1)
     _, differences = check_bytes(trainer, rollout)
@@ -210,7 +211,7 @@ BAD_WEIGHTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
 @pytest.mark.parametrize("kind", list(BAD_WEIGHTS))
 def test_a_failed_refit_writes_nothing(kind: str) -> None:
     trainer = tiny_llama()
-    rollout = make_rollout_model(trainer)
+    rollout: Any = make_rollout_model(trainer)
     before = {k: v.clone() for k, v in rollout.state_dict().items()}
     change, message = BAD_WEIGHTS[kind]
     weights = {k: v.detach() * 2 for k, v in trainer.named_parameters()}
@@ -224,7 +225,7 @@ def test_a_failed_refit_writes_nothing(kind: str) -> None:
 
 def test_refit_keeps_the_storage() -> None:
     trainer = tiny_llama()
-    rollout = make_rollout_model(trainer)
+    rollout: Any = make_rollout_model(trainer)
     before = {name: value.data_ptr() for name, value in rollout.state_dict().items()}
     refit(rollout, {k: v.detach() * 2 for k, v in trainer.named_parameters()})
     after = {name: value.data_ptr() for name, value in rollout.state_dict().items()}
@@ -248,7 +249,7 @@ def test_nan_weights_are_refused() -> None:
 def test_a_tied_weight_stays_bf16_and_may_come_once() -> None:
     """Case 7."""
     trainer = tiny_llama(tie_word_embeddings=True)
-    rollout = make_rollout_model(trainer)
+    rollout: Any = make_rollout_model(trainer)
     head = rollout.get_submodule("lm_head")
     table = rollout.get_submodule("model.embed_tokens")
     assert isinstance(head, nn.Linear)

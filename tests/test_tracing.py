@@ -1,6 +1,7 @@
 """Graphs of whole models without weights: folding is exact, bad input is told."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
-CONFIGS = {
+CONFIGS: dict[str, Callable[[int], Any]] = {
     "qwen3": lambda n: Qwen3Config(head_dim=32, num_hidden_layers=n, **SIZES),
     # Sliding and full attention alternate: two kinds of inner layers.
     "gemma3": lambda n: Gemma3TextConfig(head_dim=32, num_hidden_layers=n, **SIZES),

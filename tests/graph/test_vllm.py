@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from graph_coverage import uncovered
 from make_vllm_fixture import ENGINES, FIXTURES, fixture_text
 from sample_graphs import names
 from vllm_description import Engine, describe_engine
@@ -184,3 +185,18 @@ def test_stored_codes_tell_how_they_were_made() -> None:
 
     found = Counter(item.attribute for item in report.differences)
     assert found == {"scale_format": 4, "source_dtype": 4}
+
+
+@pytest.mark.parametrize("rope", ["native", "in_place", "functionalized"])
+@pytest.mark.parametrize("attention", ["in_place", "functionalized", "returning"])
+def test_nothing_is_dropped(rope: str, attention: str) -> None:
+    for activation in ("native", "opaque", "fp32"):
+        for add_norm in ("native", "vllm_c_in_place"):
+            engine = Engine(
+                rope=rope, attention=attention, activation=activation, add_norm=add_norm
+            )
+            captured = describe_engine(engine)
+            assert not uncovered(captured)
+            graph = build_precision_graph(captured).graph
+            assert not graph.unknown()
+            assert str(graph) == str(build_precision_graph(captured).graph)
