@@ -22,7 +22,6 @@ from jetrl_compile.containment_report import ContainmentReport
 from jetrl_compile.errors import ModelError
 from jetrl_compile.examples.attention import use_reference_attention
 from jetrl_compile.examples.grpo import Step, Trainer, group_advantages
-from jetrl_compile.examples.layer_cache import share_layer_graphs
 from jetrl_compile.examples.sampling import (
     Progress,
     Rollouts,
@@ -230,7 +229,6 @@ class _Pair:
         with stage("making the FP8 rollout model", 3):
             self.rollout = make_rollout_model(policy, "jetrl")
             compile_layers(self.rollout, phase="rollout", lowering="aot")
-            share_layer_graphs(self.rollout)
             compile_layers(policy, phase="train", lowering="aot")
         self.trainer = Trainer(
             policy,

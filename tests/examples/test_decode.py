@@ -4,9 +4,7 @@ import pytest
 import torch
 import transformers as tf
 
-from jetrl_compile.errors import ModelError
 from jetrl_compile.examples.attention import use_reference_attention
-from jetrl_compile.examples.layer_cache import share_layer_graphs
 from jetrl_compile.examples.sampling import left_pad, sample, token_log_probs
 from jetrl_compile.layers import compile_layers
 from jetrl_compile.pipeline import CompileReport
@@ -42,7 +40,6 @@ def test_decode_with_shared_graphs_equals_the_trainer_s_forward() -> None:
     options: dict[str, Any] = {"lowering": "aot", "report": reports.append}
     rollout: Any = make_rollout_model(model)
     compile_layers(rollout, phase="rollout", **options)
-    share_layer_graphs(rollout)
     tokens, mask = left_pad([[5, 6, 7, 8, 9], [10, 11]], pad=0)
     for seed in range(2):
         rollouts = sample(
@@ -66,8 +63,3 @@ def test_decode_with_shared_graphs_equals_the_trainer_s_forward() -> None:
             model, rollouts.tokens, rollouts.attention_mask, rollouts.response_mask
         )
     assert torch.equal(log_probs, rollouts.log_probs)
-
-
-def test_layers_need_to_be_compiled() -> None:
-    with pytest.raises(ModelError, match=r"model\.layers\.0 is not compiled"):
-        share_layer_graphs(tiny())
