@@ -46,11 +46,13 @@ def run(*command: str, **environment: str) -> str:
             command,
             cwd=folder,
             env={**os.environ, **environment},
-            stdout=subprocess.PIPE,
+            capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
-            check=True,
+            check=False,
         )
+    if done.returncode:
+        sys.exit(f"{done.stdout}{done.stderr}\nfailed: {' '.join(command[:6])}")
     return done.stdout
 
 
