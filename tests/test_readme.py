@@ -19,13 +19,16 @@ def python_blocks(path: str) -> list[str]:
 
 @IGNORE_SCRIPT_METHOD
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_readme_example() -> None:
-    (block,) = python_blocks("README.md")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_readme_example(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = python_blocks("README.md")
     names: dict[str, Any] = {}
-    exec(block, names)
+    exec(first, names)
     assert names["loss"].isfinite()
     for name, parameter in names["model"].named_parameters():
         assert parameter.grad is not None, name
+    exec(second, names)
+    assert capsys.readouterr().out == "contained (levels 1, 2, 3, 4 passed)\n"
 
 
 def test_recipe_example(monkeypatch: pytest.MonkeyPatch) -> None:
