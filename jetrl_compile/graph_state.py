@@ -5,7 +5,7 @@ because a mask or a gradient may be made by an operator that stands later.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jetrl_compile.captured_graph import CapturedGraph
@@ -53,7 +53,7 @@ class GraphState:
         self.node_of: dict[str, str] = {}
         self._names: Counter[str] = Counter()
         # target, operand, tensor read or name of the source, flow, part, parts
-        self._open: list[tuple[str, str, int | str, Flow | None, int, int]] = []
+        self._open: list[_Open] = []
         self._flows: dict[str, Flow] = {}
 
     def operator(self, index: int, name: str, kind: str, **fields: Any) -> str:
@@ -99,10 +99,14 @@ class GraphState:
         return found
 
     def edges(self) -> list[Edge]:
-        """Return every edge added, each operand of a target under a name of its own."""
+        """Return every edge added, each operand of a target under a name of its own.
+
+        What a target reads of masks and positions comes last: it may be read before or
+        after the rest, as versions of a model's code have it.
+        """
         found: list[Edge] = []
         counts: dict[tuple[str, str], int] = {}
-        for target, operand, read, flow, part, parts in self._open:
+        for target, operand, read, flow, part, parts in _indices_last(self._open):
             if isinstance(read, str):
                 names = [read]
             else:
@@ -155,3 +159,22 @@ class GraphState:
             return group.module  # it ends later
         made = self.makers(source.index, source.slot)[-1]
         return made.rpartition(":")[0] or made
+
+
+_Open = tuple[str, str, int | str, Flow | None, int, int]
+
+
+def _indices_last(open_edges: Sequence[_Open]) -> Iterator[_Open]:
+    """Yield edges by target, in the targets' order, those called "index" last."""
+    held: list[_Open] = []
+    target = ""
+    for edge in open_edges:
+        if edge[0] != target:
+            yield from held
+            held.clear()
+            target = edge[0]
+        if edge[1] == "index":
+            held.append(edge)
+        else:
+            yield edge
+    yield from held
