@@ -30,14 +30,16 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# One thread a process: two processes that both want every core wait for each other.
 pytest: $(VENV)/.dev
-	$(BIN)/pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal $(ARGS)
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/pytest -m gpu $(ARGS)
 
 bench-graph: $(VENV)/.dev
 	$(BIN)/python benchmarks/graph_scale.py $(ARGS)
+	$(BIN)/python benchmarks/trace_configs.py
 
 wheel-check: $(VENV)/.dev
 	$(BIN)/python tests/wheel_check.py
