@@ -46,7 +46,8 @@ def load_model(
     """Load a causal language model and its tokenizer, without printing anything.
 
     Args:
-        model: A Hugging Face folder or model name; None for SmolLM2-135M-Instruct.
+        model: A Hugging Face folder, or the name of a model that was downloaded before;
+            None for SmolLM2-135M-Instruct.
         dtype: Of the parameters.
 
     Returns:
@@ -184,13 +185,17 @@ def _load_folder(model: str, dtype: torch.dtype) -> tuple[nn.Module, Any]:
             f"{model} has no config.json; pass the folder of a Hugging Face model"
         )
     try:
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-        return loaded, transformers.AutoTokenizer.from_pretrained(model)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            model, dtype=dtype, local_files_only=True
+        )
+        kept = {"local_files_only": True}
+        return loaded, transformers.AutoTokenizer.from_pretrained(model, **kept)
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(
-            f"cannot load {model!r} as a causal language model: {reason}; pass the "
-            "folder of a Hugging Face model with its weights and tokenizer"
+            f"cannot load {model!r} as a causal language model: {reason[:160]}; pass "
+            "the folder of a Hugging Face model with weights and tokenizer, or the "
+            "name of one that was downloaded before"
         ) from error
 
 

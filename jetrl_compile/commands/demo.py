@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -85,9 +85,10 @@ class _Show:
 
     def end(self, result: "DemoResult") -> None:
         """Print the audit and the mismatch table."""
+        from rich.box import SIMPLE
         from rich.table import Table
 
-        from jetrl_compile.examples.demo_output import mismatch_rows
+        from jetrl_compile.examples.demo_output import COLUMNS, mismatch_rows
         from jetrl_compile.report_text import level_detail
 
         assert result.audit is not None
@@ -96,10 +97,11 @@ class _Show:
             name = f"level {item.level} {item.name:9} {item.status:7}"
             self._print(f"{name}  {level_detail(item)}".rstrip())
         heading, *rows = mismatch_rows(result)
-        title = "mismatch of trainer and rollouts, the same tokens (nats)"
-        table = Table(title=title, title_justify="left")
-        for number, text in enumerate(heading):
-            table.add_column(text, justify="left" if number < 3 else "right")
+        title = "mismatch of trainer and rollouts on the same tokens; kl, ppl in nats"
+        table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 0))
+        for text in heading:
+            justify: Literal["left", "right"] = "right" if text in COLUMNS else "left"
+            table.add_column(text.replace(" ", "\n"), justify=justify)
         for row in rows:
             table.add_row(*row)
         self._print("")

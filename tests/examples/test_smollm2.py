@@ -87,6 +87,8 @@ def test_folders_without_a_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError, match="cannot load"):
         load_model(str(tmp_path))
+    with pytest.raises(ModelError, match="downloaded before"):
+        load_model("nobody/nothing")
 
 
 def test_quiet_restores() -> None:
