@@ -7,11 +7,11 @@ examples' sampling (`tests/examples/test_decode.py`).
 import pytest
 import torch
 import transformers as tf
+from test_rollout import tiny_llama
 
 from jetrl_compile.errors import ModelError
 from jetrl_compile.examples.sampling import cache_argument
 from jetrl_compile.layers import compile_layers
-from test_rollout import tiny_llama
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
