@@ -43,3 +43,9 @@ class OutputError(JetRLError, OSError):
 
 class MetricsError(JetRLError, ValueError):
     """Log-probs that no mismatch metric can be computed from."""
+
+
+def one_line(error: BaseException, limit: int = 160) -> str:
+    """Return a library's message on one line, its reason included; cut off if long."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

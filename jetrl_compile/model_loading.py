@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from jetrl_compile.errors import ModelError
+from jetrl_compile.errors import ModelError, one_line
 
 
 def load_causal_model(folder: Path | str) -> nn.Module:
@@ -39,7 +39,7 @@ def load_causal_model(folder: Path | str) -> nn.Module:
     except Exception as error:  # transformers raises many types here
         raise ModelError(
             f"{path} holds no causal model that this transformers can load: "
-            f"{str(error).splitlines()[0][:160]}"
+            f"{one_line(error)}"
         ) from None
     finally:
         if shown:

@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jetrl_compile.backend import jetrl
-from jetrl_compile.errors import ModelError, PrecisionFlowError
+from jetrl_compile.errors import ModelError, PrecisionFlowError, one_line
 from jetrl_compile.kernels.dispatch import GemmShape, select
 from jetrl_compile.layer_folding import find_folding, fold, unfold
 from jetrl_compile.passes.annotate_precision import annotate_precision, linear_roles
@@ -130,7 +130,7 @@ def _load_config(folder: Path | str) -> Any:
     except Exception as error:  # transformers raises many types here
         raise ModelError(
             f"{file} (model_type {kind!r}) is no config that this transformers can "
-            f"read: {str(error).splitlines()[0][:160]}"
+            f"read: {one_line(error)}; mend the config, or upgrade transformers"
         ) from None
 
 
@@ -144,7 +144,7 @@ def _make(config: Any) -> nn.Module:
     except Exception as error:  # transformers raises many types here
         raise ModelError(
             f"no causal language model can be made of {type(config).__name__}: "
-            f"{str(error).splitlines()[0][:160]}; give the config of a causal model"
+            f"{one_line(error)}; give the config of a causal model"
         ) from None
     return model
 
@@ -250,6 +250,11 @@ def _capture(model: nn.Module, phase: str) -> PrecisionGraph:
             compiled(input_ids=tokens, use_cache=False)
     except torch._dynamo.exc.BackendCompilerFailed as error:
         raise error.inner_exception from None
+    except torch._dynamo.exc.TorchRuntimeError as error:  # sizes that do not fit
+        raise ModelError(
+            f"{type(model).__name__} cannot run: {one_line(error, 240)}; mend its "
+            "config (numbers of heads and sizes)"
+        ) from None
     except torch._dynamo.exc.Unsupported as error:
         raise ModelError(
             f"{type(model).__name__} cannot be traced as one graph: "

@@ -126,6 +126,14 @@ BAD_CONFIGS = {
     "no JSON": ("{", "is no JSON object"),
     "JSON list": ("[1]", "is no JSON object"),
     "unknown model": ('{"model_type": "no_such_model"}', "no config that this"),
+    "impossible size": (
+        '{"model_type": "llama", "hidden_size": -5}',
+        "hidden size .*; mend the config",
+    ),
+    "heads that do not divide": (
+        '{"model_type": "llama", "num_key_value_heads": 3, "num_hidden_layers": 1}',
+        "LlamaForCausalLM cannot run",
+    ),
     "no language model": ('{"model_type": "vit"}', "no causal language model"),
 }
 
