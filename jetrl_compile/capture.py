@@ -25,6 +25,7 @@ __all__ = [
     "canonical_path",
     "capture",
     "op_name",
+    "tensor_shape",
 ]
 
 _ROOT = re.compile(r"""^[LG]\[(?:'[^']*'|"[^"]*")\]""")
@@ -158,7 +159,8 @@ def _by_tensor(key: Any) -> bool:
     )
 
 
-def _shape(value: torch.Tensor) -> tuple[int | None, ...]:
+def tensor_shape(value: torch.Tensor) -> tuple[int | None, ...]:
+    """Return a tensor's shape, None for a dynamic dimension."""
     return tuple(int(d) if isinstance(d, int) else None for d in value.shape)
 
 
@@ -215,7 +217,7 @@ def capture(
             args=_plain(node.args, index),
             kwargs=_plain(node.kwargs, index),
             dtype="" if tensor is None else short_name(tensor.dtype),
-            shape=() if tensor is None else _shape(tensor),
+            shape=() if tensor is None else tensor_shape(tensor),
             outputs=outputs,
             backward=node.meta.get("partitioner_tag") == "is_backward",
         )

@@ -209,6 +209,8 @@ class GemmSites:
             found = operands(node)
             assert found is not None
             a, b, _ = found
+            if len(node.shape) == 3:
+                return None  # a product for each of the batch, which are added up later
         for transposed, x, dy in ((False, b, a), (True, a, b)):
             forward = self._reader(node, x, dy, transposed)
             if forward is not None and not (lowered and transposed):

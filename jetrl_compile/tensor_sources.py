@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from jetrl_compile.captured_graph import CapturedGraph, CapturedNode, Ref
 from jetrl_compile.formats import FLOATING
+from jetrl_compile.matrix_views import is_transposed
 from jetrl_compile.op_classes import (
     CACHE_WRITES,
     CASTS,
@@ -13,7 +14,6 @@ from jetrl_compile.op_classes import (
     LOOKUPS,
     LOWERED_DEQUANTIZE,
     SAME_MATRIX,
-    TRANSPOSES,
     VIEWS,
 )
 
@@ -105,24 +105,26 @@ class TensorSources:
         """Return the stored weight that a GEMM operand is, or None for an activation.
 
         Seen through transposes, casts, and reshapes and expansions that keep it the
-        same matrix.
+        same matrix: a view that mixes rows and columns, such as one that permutes
+        heads, makes another matrix.
         """
-        transposed, dtype = False, self.nodes[index].dtype
+        dtype = self.nodes[index].dtype
+        views: list[CapturedNode] = []
         while True:
             node = self.nodes[index]
             dtype = narrower(dtype, node.dtype)
             if node.op == "placeholder":
-                stored = node.target != "input" and len(node.shape) == 2
-                return WeightSource(index, transposed, dtype) if stored else None
+                if node.target == "input" or len(node.shape) != 2:
+                    return None
+                break
             if node.target == LOWERED_DEQUANTIZE:
-                return WeightSource(index, transposed, dtype)
-            if node.target in TRANSPOSES:
-                transposed = not transposed
-            elif node.target not in _SEEN_THROUGH:
+                break
+            if node.target not in _SEEN_THROUGH or not self.inputs[index]:
                 return None
-            if not self.inputs[index]:
-                return None
+            views.append(node)
             index = self.inputs[index][0]
+        transposed = is_transposed(self.nodes[index].shape, views[::-1])
+        return None if transposed is None else WeightSource(index, transposed, dtype)
 
     def is_parameter(self, index: int) -> bool:
         """Return whether a tensor is a parameter or a buffer, seen through views."""

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from jetrl_compile.capture import op_name, tensor_shape
+from jetrl_compile.captured_graph import CapturedNode
 from jetrl_compile.errors import LoweringError
+from jetrl_compile.matrix_views import is_transposed
 from jetrl_compile.passes.annotate_precision import annotate_precision
 from jetrl_compile.passes.context import Context, emit
 
@@ -28,7 +31,6 @@ _VIEWS = (
     aten.transpose.int,
     aten.alias.default,
 )
-_TRANSPOSES = (aten.permute.default, aten.transpose.int)
 
 
 def canonicalize(context: Context) -> int:
@@ -129,11 +131,14 @@ def _flatten_bmm(context: Context) -> int:
 
 def _unexpanded(batched: Node) -> tuple[Node, bool]:
     """The matrix that was expanded over a batch, and whether it was transposed then."""
-    flipped = False
-    while batched.meta["val"].dim() == 3:
-        flipped ^= batched.target in _TRANSPOSES
-        (source,) = (arg for arg in batched.args[:1] if isinstance(arg, Node))
-        batched = source
+    views: list[CapturedNode] = []
+    while batched.meta["val"].dim() != 2:
+        shape = tensor_shape(batched.meta["val"])
+        name, args = op_name(batched.target), tuple(batched.args)
+        views.append(CapturedNode(name, "call", name, args, {}, "", shape))
+        (batched,) = (arg for arg in batched.args[:1] if isinstance(arg, Node))
+    flipped = is_transposed(tensor_shape(batched.meta["val"]), views[::-1])
+    assert flipped is not None
     return batched, flipped
 
 

@@ -1,5 +1,6 @@
 """Weight GEMMs that modules do not tell apart: each of the three is found, or none."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -141,3 +142,56 @@ def test_half_of_a_fused_layer_cannot_be_fp8(part: str) -> None:
     recipe = replace(JETRL, name="half", exclude=(part,))
     with pytest.raises(BackendCompilerFailed, match=r"up_proj:fprop are one GEMM but"):
         report_of(Fused(), activations(64, 192), recipe=recipe)
+
+
+class Weighted(nn.Module):
+    """A function of x and one square weight."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(192, 192) / 14)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.w)
+
+
+# The sides of these matrices are equal: a mistaken view gives other values, no error.
+SAME_MATRIX: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "einsum": lambda x, w: torch.einsum("btd,ed->bte", x, w),
+    "einsum transposed": lambda x, w: torch.einsum("btd,de->bte", x, w),
+    "expanded": lambda x, w: torch.bmm(x, w.expand(2, 192, 192)),
+    "expanded, transposed": lambda x, w: torch.bmm(x, w.expand(2, 192, 192).mT),
+    "turned in three dimensions": lambda x, w: torch.bmm(
+        x[:1], w[:, :, None].permute(2, 0, 1)
+    ),
+    "transposed twice": lambda x, w: x @ w.t().t(),
+}
+OTHER_MATRIX: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "heads permuted": lambda x, w: nn.functional.linear(
+        x, w.view(4, 48, 192).transpose(1, 2).reshape(192, 192)
+    ),
+    "rows interleaved": lambda x, w: (
+        x @ w.view(2, 96, 192).transpose(0, 1).reshape(192, 192)
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [*SAME_MATRIX, *OTHER_MATRIX])
+@pytest.mark.parametrize("training", [False, True])
+def test_views_of_a_weight_give_its_values(case: str, training: bool) -> None:
+    torch.manual_seed(0)
+    model = Weighted((SAME_MATRIX | OTHER_MATRIX)[case]).to(torch.bfloat16)
+    x = activations(2, 16, 192)
+    gradients = []
+    with torch.set_grad_enabled(training), collect_reports() as reports:
+        results = [model(x), compiled(model)(x)]
+        for result in results if training else ():
+            model.zero_grad()
+            result.float().pow(2).sum().backward()
+            assert model.w.grad is not None
+            gradients.append(model.w.grad.clone())
+    assert len(names(reports[0], "fprop")) == (case in SAME_MATRIX)
+    for exact, found in (results, gradients) if training else (results,):
+        error = (found.double() - exact.double()).norm() / exact.double().norm()
+        assert error < 0.08
