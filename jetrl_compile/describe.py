@@ -149,6 +149,9 @@ def _single(
         scalars = scalar_args(node)
         if scalars:
             params["scalar"] = scalars[0]
+        alpha = node.kwargs.get("alpha", 1)  # of add and sub: the second one's factor
+        if isinstance(alpha, (int, float)) and alpha != 1:
+            params["alpha"] = alpha
         return Description("elementwise", name, params, computed)
     if name in EMBEDDINGS:
         return Description("embedding", "embedding", params, computed)

@@ -9,6 +9,7 @@ from tiny_models import activations, backward, compiled
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
+from jetrl_compile.containment import check_containment
 from jetrl_compile.pipeline import CompileReport
 from jetrl_compile.recipe import JETRL
 from jetrl_compile.report_sink import collect_reports
@@ -195,3 +196,18 @@ def test_views_of_a_weight_give_its_values(case: str, training: bool) -> None:
     for exact, found in (results, gradients) if training else (results,):
         error = (found.double() - exact.double()).norm() / exact.double().norm()
         assert error < 0.08
+
+
+def test_the_factor_of_a_sum_is_a_parameter() -> None:
+    plain, scaled = (
+        report_of(Weighted(function), activations(2, 16, 192)).graph
+        for function in (
+            lambda x, w: x + nn.functional.linear(x, w),
+            lambda x, w: torch.add(x, nn.functional.linear(x, w), alpha=0.5),
+        )
+    )
+    assert any(op.kind == "residual_add" for op in plain.operators)
+    assert [op.params for op in scaled.operators if op.role == "add"] == [
+        (("alpha", 0.5),)
+    ]
+    assert check_containment(scaled, plain).contained is False
