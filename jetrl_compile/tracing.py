@@ -126,7 +126,7 @@ def _load_config(folder: Path | str) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(str(file.parent), local_files_only=True)
+        return AutoConfig.from_pretrained(str(file), local_files_only=True)
     except Exception as error:  # transformers raises many types here
         raise ModelError(
             f"{file} (model_type {kind!r}) is no config that this transformers can "

@@ -154,3 +154,11 @@ def test_a_config_folder_needs_no_weights(tmp_path: Path) -> None:
     graph = trace_config(tmp_path, phase="rollout")
     assert graph.meta["model"] == "llama"
     assert sum(map(graph.is_fp8, graph.gemms("fprop"))) == 14
+
+
+def test_a_config_file_is_the_one_that_is_read(tmp_path: Path) -> None:
+    for name, layers in (("config.json", 1), ("other.json", 2)):
+        config = LlamaConfig(num_hidden_layers=layers, **SIZES)
+        (tmp_path / name).write_text(json.dumps(config.to_dict()))
+    graph = trace_config(tmp_path / "other.json", phase="rollout")
+    assert sum(map(graph.is_fp8, graph.gemms("fprop"))) == 14
