@@ -161,11 +161,15 @@ class TensorSources:
         return self.nodes[index].target in ("input", "buffer")
 
     def _appended(self, parts: list[int]) -> int:
-        """Return what a concatenation appends to a key/value cache, or -1."""
+        """Return what a concatenation appends to a key/value cache, or -1.
+
+        A cache that is made anew in the graph begins as an empty tensor.
+        """
         fresh = [
             part
             for part in parts
-            if not (
+            if 0 not in self.nodes[part].shape
+            and not (
                 self.nodes[part].op == "placeholder"
                 and self.nodes[part].target == "input"
             )
