@@ -5,10 +5,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from jetrl_compile.formats import Flow
-from jetrl_compile.precision_graph import Edge, Operator
+from jetrl_compile.precision_graph import GEMM_KINDS, Edge, Operator
 
 LEVELS = {1: "structure", 2: "flow", 3: "bytes", 4: "logits"}
-GEMM_KINDS = ("gemm", "grouped_gemm")
 FLOW_ATTRIBUTES = tuple(field.name for field in fields(Flow))
 COMPARED_ATTRIBUTES = tuple(name for name in FLOW_ATTRIBUTES if name != "saved_dtype")
 

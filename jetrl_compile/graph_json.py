@@ -40,10 +40,10 @@ REMEDY = "write the graph again with `jetrl graph`"
 
 _FLOW_FIELDS = tuple(field.name for field in fields(Flow))
 _OF_QUANTIZED = _FLOW_FIELDS[2:-1]
-_OPERATOR_STRINGS = ("module", "compute_dtype", "provider", "reason")
+_OPERATOR_STRINGS = ("module", "compute_dtype", "provider", "reason", "formula")
 _OPERATOR_FIELDS = (
     "name", "kind", "module", "params", "compute_dtype", "provider",
-    "batch_invariant", "phase", "reason", "reads",
+    "batch_invariant", "phase", "reason", "formula", "reads",
 )  # fmt: skip
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
@@ -166,6 +166,8 @@ def _operator_lines(graph: PrecisionGraph, names: dict[Flow, str]) -> Iterator[s
             item["phase"] = op.phase
         if op.reason:
             item["reason"] = op.reason
+        if op.formula:
+            item["formula"] = op.formula
         line = f"\n{_encode(item)}"
         reads = ",".join(
             f"\n {_encode([edge.operand, edge.source, names[edge.flow]])}"

@@ -23,6 +23,7 @@ KINDS = (
     "constant",
     "gemm",
     "grouped_gemm",
+    "other_gemm",  # of weights that are computed, or parts of a parameter
     "norm",
     "activation",
     "rope",
@@ -41,6 +42,7 @@ KINDS = (
     "output",
     "unknown",  # kept under its own aten name
 )
+GEMM_KINDS = ("gemm", "grouped_gemm", "other_gemm")
 OPERATOR_PHASES = ("forward", "backward")
 Scalar = str | int | float | bool
 UNKNOWN = "unknown"  # a parameter that the graph does not show; it is not compared
@@ -63,6 +65,9 @@ class Operator:
             unknown.
         phase: "forward" or "backward".
         reason: Why a GEMM stays in high precision; "" for all else. Not compared.
+        formula: Digest of the nodes that it was made of, "<level>:<hash>": their names,
+            constants and order. Containment compares two of one level; "" and another
+            level say nothing. Takes no part in `==`.
     """
 
     name: str
@@ -74,6 +79,7 @@ class Operator:
     batch_invariant: bool | None = None
     phase: str = "forward"
     reason: str = field(default="", compare=False)
+    formula: str = field(default="", compare=False)
 
     @property
     def role(self) -> str:
@@ -192,7 +198,7 @@ class PrecisionGraph:
         return [
             op
             for op in self.operators
-            if op.kind in ("gemm", "grouped_gemm") and not self.is_fp8(op)
+            if op.kind in GEMM_KINDS and not self.is_fp8(op)
         ]
 
     def unknown(self) -> list[Operator]:
