@@ -16,7 +16,6 @@ from jetrl_compile.containment_report import (
 )
 from jetrl_compile.differences import (
     COMPARED_ATTRIBUTES,
-    GEMM_KINDS,
     LEVELS,
     Comparison,
     Difference,
@@ -24,7 +23,13 @@ from jetrl_compile.differences import (
 from jetrl_compile.formats import Flow
 from jetrl_compile.graph_diff import diff_graphs
 from jetrl_compile.grouping import group_differences
-from jetrl_compile.precision_graph import UNKNOWN, Edge, Operator, PrecisionGraph
+from jetrl_compile.precision_graph import (
+    GEMM_KINDS,
+    UNKNOWN,
+    Edge,
+    Operator,
+    PrecisionGraph,
+)
 
 __all__ = [
     "EQUAL_BITS",
@@ -39,6 +44,7 @@ __all__ = [
 
 EQUAL_BITS: tuple[frozenset[str], ...] = (frozenset({"deep_gemm", "scaled_mm"}),)
 """Numerics classes: GEMM providers whose results agree bit for bit."""
+_GEMM_SIZES = ("params.N", "params.K")
 
 
 def check_containment(
@@ -48,22 +54,24 @@ def check_containment(
 
     Counterparts are found by name; kinds and the set of FP8 GEMMs must agree (level
     1), then every attribute of every edge but `saved_dtype`, and each operator's
-    parameters, compute dtype and GEMM numerics class (level 2). What carries integers
-    and booleans only (operators of kind "index", integer inputs, and the edges at
-    them) has no precision: it is counted and not compared. Nor are parameters that one
-    graph does not show, and tensors that one graph alone returns. What follows from a
-    difference is not reported again: an operator that is missing stands for its edges,
-    a GEMM that is FP8 on one side for its operands' flows.
+    parameters, formula, compute dtype and GEMM numerics class (level 2). What carries
+    integers and booleans only (operators of kind "index", integer inputs, and the edges
+    at them) has no precision: it is counted and not compared. Nor are parameters that
+    one graph does not show, and tensors that one graph alone returns. What follows from
+    a difference is not reported again: an operator that is missing stands for its
+    edges, a GEMM that is FP8 on one side for its operands' flows.
 
     Args:
         rollout: The rollout graph; only its forward part counts.
         train: The training graph; only its forward part counts.
-        strict: Also compare which kernel runs each operator and whether its result is
-            independent of the batch, as bitwise equality needs; else these are notes.
+        strict: Also compare which kernel runs each operator, whether its result is
+            independent of the batch, and parameters that one graph alone shows, as
+            bitwise equality needs; else these are notes.
 
     Returns:
         The report. It tells neither True nor False where a graph is empty, has no
-        GEMM, or says in its meta key "incomplete" what was not captured.
+        GEMM, or says in its meta key "incomplete" what was not captured, nor where the
+        meta key "phase" of both says that they are swapped.
     """
     with collection_paused():
         return _Check(rollout, train, strict).run()
@@ -118,6 +126,13 @@ class _Check:
         return self._report("")
 
     def _nothing_to_compare(self) -> str:
+        phases = self.rollout.meta.get("phase"), self.train.meta.get("phase")
+        if phases == ("train", "rollout"):
+            return (
+                "the two graphs look swapped (the first says phase train, the second "
+                "phase rollout); call it with the rollout graph first: jetrl check "
+                "ROLLOUT TRAIN, check_containment(rollout, train)"
+            )
         for side in ("rollout", "training"):
             number = self.counts[f"operators in {side}"]
             if not number:
@@ -147,6 +162,8 @@ class _Check:
         if is_gemm:
             self._fp8(op, other)
         self._params(op, other)
+        if formula := self.compare.formula(op, other):
+            self.found[2].append(formula)
         if op.compute_dtype != other.compute_dtype:
             self._add(2, op, "compute_dtype", op.compute_dtype, other.compute_dtype)
         if op.name in self.one_sided:
@@ -161,8 +178,9 @@ class _Check:
             self._add(2, op, "batch_invariant", *values, note=not self.strict)
 
     def _params(self, op: Operator, other: Operator) -> None:
-        """Compare parameters; what one graph does not show is a note.
+        """Compare parameters; what one graph does not show is a note unless strict.
 
+        N and K of a GEMM are always known, so "unknown" there is a difference.
         Blocks that straddle the seam of a fused layer matter where a GEMM is FP8.
         """
         for found in self.compare.params(op, other):
@@ -171,7 +189,9 @@ class _Check:
             ):
                 continue
             unknown = UNKNOWN in (found.rollout, found.train)
-            (self.notes if unknown else self.found[2]).append(found)
+            size = op.kind in GEMM_KINDS and found.attribute in _GEMM_SIZES
+            note = unknown and not size and not self.strict
+            (self.notes if note else self.found[2]).append(found)
 
     def _add(
         self,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from jetrl_compile.formats import Flow
-from jetrl_compile.precision_graph import GEMM_KINDS, Edge, Operator
+from jetrl_compile.precision_graph import Edge, Operator
 
 LEVELS = {1: "structure", 2: "flow", 3: "bytes", 4: "logits"}
 FLOW_ATTRIBUTES = tuple(field.name for field in fields(Flow))
@@ -30,6 +30,7 @@ _REMEDIES = {
     "source": "run the same passes on both sides, so that it reads the same tensor",
     "compute_dtype": "compute in one dtype on both sides",
     "params.straddles": "quantize each part of the fused layer by blocks of its own",
+    "formula": "run the same model code and the same passes on both sides",
     "provider": "run providers of one numerics class on both sides",
     "batch_invariant": "run kernels that are independent of the batch on both sides",
     "bytes": "refit the rollout model from the trainer's BF16-rounded weights",
@@ -56,8 +57,8 @@ class Difference:
         level: 1 structure, 2 flow, 3 bytes, 4 logits.
         operator: Name of the operator, or the target of the edge.
         attribute: "operator" or "edge" where it is missing; "kind" or "fp8" (level 1);
-            an attribute of `Flow`, "source", "compute_dtype", "provider",
-            "batch_invariant" or "params.<key>" (level 2).
+            an attribute of `Flow`, "source", "compute_dtype", "formula",
+            "provider", "batch_invariant" or "params.<key>" (level 2).
         rollout: The value in the rollout graph, None where it has none.
         train: The value in the training graph, None where it has none.
         message: One line: what, both values, and the remedy where there is one.
@@ -211,6 +212,21 @@ class Comparison:
             if a.get(key) != b.get(key):
                 attribute = f"params.{key}"
                 yield self.values(2, left.name, attribute, a.get(key), b.get(key))
+
+    def formula(self, left: Operator, right: Operator) -> Difference | None:
+        """Return the difference of two formulas of one level, None where there is none.
+
+        A formula that one graph does not have, or has of another level, says nothing.
+        """
+        a, b = left.formula, right.formula
+        if not a or not b or a == b or a.partition(":")[0] != b.partition(":")[0]:
+            return None
+        first, second = self.sides
+        message = (
+            f"{left.name}: {first} and {second} compute another formula here ({a} and "
+            f"{b}){self._remedy('formula')}"
+        )
+        return Difference(2, left.name, "formula", a, b, message)
 
     def _remedy(self, attribute: str) -> str:
         hint = remedy(attribute) if self.remedies else ""

@@ -37,6 +37,8 @@ def diff_graphs(
                 if left != right:
                     found.append(compare.values(level, op.name, name, left, right))
         found += compare.params(op, other)
+        if formula := compare.formula(op, other):
+            found.append(formula)
         others = b.operands[op.name]
         for edge in a.operands[op.name].values():
             match = others.get(edge.operand)

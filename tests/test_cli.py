@@ -82,6 +82,13 @@ def test_check_exit_status(
     assert (found, out.split("\n")[0], err) == (status, line, "")
 
 
+def test_check_of_swapped_graphs(graphs: dict[str, Path]) -> None:
+    status, out, err = run("check", graphs["train"], graphs["rollout"])
+    assert (status, err) == (2, "")
+    assert out.startswith("could not tell: the two graphs look swapped")
+    assert "jetrl check ROLLOUT TRAIN" in out.split("\n")[0]
+
+
 def test_check_errors_are_short(graphs: dict[str, Path], tmp_path: Path) -> None:
     report = tmp_path / "report.txt"
     for path, text in (

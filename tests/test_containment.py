@@ -232,6 +232,17 @@ def test_could_not_tell(
     assert {level.status for level in report.levels} == {"not run"}
 
 
+def test_swapped_graphs_are_told() -> None:
+    report = check_containment(TRAIN, ROLLOUT)
+    assert report.contained is None
+    assert report.exit_status == 2
+    assert "look swapped" in report.undecided
+    assert "check_containment(rollout, train)" in report.undecided
+    assert report.differences == ()
+    assert {level.status for level in report.levels} == {"not run"}
+    assert report.undecided in report.level(1).reason
+
+
 def test_differences_count_although_a_graph_is_incomplete() -> None:
     meta = {"incomplete": "graph break"}
     rollout = without_fp8(ROLLOUT, lambda name: "up_proj" in name)
@@ -245,8 +256,8 @@ def test_differences_count_although_a_graph_is_incomplete() -> None:
 
 
 def test_remarks() -> None:
-    swapped = check_containment(TRAIN, ROLLOUT)
-    assert "says phase train: are the two swapped?" in swapped.remarks[0]
+    twice = check_containment(TRAIN, TRAIN)
+    assert "says phase train: are the two swapped?" in twice.remarks[0]
     other = check_containment(replace(ROLLOUT, meta={"model": "x"}), TRAIN)
     assert other.remarks == ("the graphs name two models: x and sample",)
     moved = replace(

@@ -3,15 +3,23 @@
 from dataclasses import replace
 
 import pytest
-from sample_graphs import PROJECTIONS, decoder_graph, names, with_edges, without_fp8
+from sample_graphs import (
+    PROJECTIONS,
+    decoder_graph,
+    names,
+    one_operator,
+    with_edges,
+    without_fp8,
+)
 
 from jetrl_compile.containment import (
     check_containment,
+    diff_graphs,
     group_differences,
 )
 from jetrl_compile.formats import Flow, blocks, groups
 from jetrl_compile.grouping import group_causes
-from jetrl_compile.precision_graph import Edge, Operator, PrecisionGraph
+from jetrl_compile.precision_graph import UNKNOWN, Edge, Operator, PrecisionGraph
 
 TRAIN = decoder_graph("train")
 ROLLOUT = decoder_graph("rollout")
@@ -133,3 +141,52 @@ def test_residual_kept_in_fp32() -> None:
     assert "fp32 in rollout, bf16 in train" in found.message
     assert check_containment(unify(rollout, "bf16"), TRAIN).contained
     assert check_containment(rollout, unify(TRAIN, "fp32")).contained
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "equal"),
+    [
+        ("aten:1f", "aten:1f", True),
+        ("aten:1f", "aten:2e", False),
+        ("aten:1f", "dynamo:2e", True),
+        ("aten:1f", "", True),
+        ("", "aten:1f", True),
+    ],
+)
+@pytest.mark.parametrize("kind", ["norm", "gemm", "activation"])
+def test_formula(kind: str, mine: str, theirs: str, equal: bool) -> None:
+    """Operators that are equal but for what they were made of."""
+    op = next(op for op in ROLLOUT.operators if op.kind == kind)
+    rollout = one_operator(ROLLOUT, op, formula=mine)
+    train = one_operator(TRAIN, TRAIN.by_name[op.name], formula=theirs)
+    report = check_containment(rollout, train)
+    assert report.contained is equal
+    assert report.notes == ()
+    assert names(report.differences) == ([] if equal else [(2, op.name, "formula")])
+    changed = diff_graphs(rollout, one_operator(ROLLOUT, op, formula=theirs))
+    assert names(changed) == names(report.differences)
+    if not equal:
+        message = report.differences[0].message
+        assert "rollout and train compute another formula" in message
+        assert "run the same model code" in message
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("side", ["rollout", "train"])
+@pytest.mark.parametrize("key", ["N", "K", "eps"])
+def test_unknown_parameters(key: str, side: str, strict: bool) -> None:
+    """What one graph does not show is a note, but sizes of a GEMM are always known."""
+    graphs = {"rollout": ROLLOUT, "train": TRAIN}
+    name = next(
+        op.name
+        for op in ROLLOUT.operators
+        if key in dict(op.params) and (key == "eps" or op.kind == "gemm")
+    )
+    op = graphs[side].by_name[name]
+    params = tuple((k, UNKNOWN if k == key else v) for k, v in op.params)
+    graphs[side] = one_operator(graphs[side], op, params=params)
+    report = check_containment(graphs["rollout"], graphs["train"], strict=strict)
+    is_note = key == "eps" and not strict
+    assert report.contained is is_note
+    found = report.notes if is_note else report.differences
+    assert names(found) == [(2, name, f"params.{key}")]
