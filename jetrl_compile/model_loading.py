@@ -34,7 +34,10 @@ def load_causal_model(folder: Path | str) -> nn.Module:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model: nn.Module = AutoModelForCausalLM.from_pretrained(
-                str(path), dtype="auto", local_files_only=True
+                str(path),
+                dtype="auto",
+                local_files_only=True,
+                trust_remote_code=False,
             )
     except Exception as error:  # transformers raises many types here
         raise ModelError(

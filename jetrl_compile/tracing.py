@@ -27,6 +27,7 @@ from jetrl_compile.precision_graph import Operator, PrecisionGraph
 from jetrl_compile.recipe import BF16, Recipe, get_recipe
 
 _TOKENS = (2, 64)
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 Progress = Callable[[str], None]
 
 
@@ -50,7 +51,8 @@ def trace_config(
         progress: Called with a line before each step.
 
     Raises:
-        ModelError: The folder holds no config, or no causal model can be made of it.
+        ModelError: The folder holds no config, is of a quantized checkpoint, names a
+            dtype other than BF16 and FP32, or no causal model can be made of it.
         RecipeError: The recipe is unknown, or one of its patterns matches nothing.
     """
     say = progress or (lambda _: None)
@@ -126,7 +128,9 @@ def _load_config(folder: Path | str) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(str(file), local_files_only=True)
+        return AutoConfig.from_pretrained(
+            str(file), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # transformers raises many types here
         raise ModelError(
             f"{file} (model_type {kind!r}) is no config that this transformers can "
@@ -134,13 +138,31 @@ def _load_config(folder: Path | str) -> Any:
         ) from None
 
 
+def _dtype(config: Any) -> torch.dtype:
+    """Return the dtype that a config names, BF16 where it names none."""
+    named = getattr(config, "dtype", None) or vars(config).get("torch_dtype")
+    name = str(named or torch.bfloat16).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ModelError(
+            f"{type(config).__name__} has dtype {name}, whose precision flow is not "
+            'known; set "dtype": "bfloat16" in config.json'
+        )
+    return _DTYPES[name]
+
+
 def _make(config: Any) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
+    if getattr(config, "quantization_config", None):
+        raise ModelError(
+            f"{type(config).__name__} has a quantization_config, so it is of a "
+            "quantized checkpoint; give the config of the unquantized one"
+        )
+    dtype = _dtype(config)
     try:
         with torch.device("meta"), _quiet():
             make: Any = AutoModelForCausalLM.from_config  # untyped
-            model: nn.Module = make(config, dtype=torch.bfloat16)
+            model: nn.Module = make(config, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # transformers raises many types here
         raise ModelError(
             f"no causal language model can be made of {type(config).__name__}: "

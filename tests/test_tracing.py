@@ -135,6 +135,20 @@ BAD_CONFIGS = {
         "LlamaForCausalLM cannot run",
     ),
     "no language model": ('{"model_type": "vit"}', "no causal language model"),
+    "float16": (
+        '{"model_type": "llama", "torch_dtype": "float16"}',
+        'dtype float16.*set "dtype": "bfloat16" in config.json',
+    ),
+    "float64": ('{"model_type": "llama", "dtype": "float64"}', "has dtype float64"),
+    "integers": ('{"model_type": "llama", "dtype": "int8"}', "has dtype int8"),
+    "quantized": (
+        '{"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}',
+        "of a quantized checkpoint; give the config of the unquantized one",
+    ),
+    "remote code": (
+        '{"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}',
+        "no config that this",
+    ),
 }
 
 
@@ -146,6 +160,24 @@ def test_bad_config_folders_are_told_in_one_line(tmp_path: Path, kind: str) -> N
     with pytest.raises(ModelError, match=message) as caught:
         trace_config(tmp_path)
     assert len(str(caught.value).splitlines()) <= 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "short"),
+    [
+        (None, "bf16"),
+        ("bfloat16", "bf16"),
+        (torch.bfloat16, "bf16"),
+        ("float32", "fp32"),
+        (torch.float32, "fp32"),
+    ],
+)
+def test_the_dtype_of_a_config_is_used(dtype: Any, short: str) -> None:
+    config = LlamaConfig(num_hidden_layers=1, **SIZES)
+    config.dtype = dtype
+    graph = trace_config(config, phase="rollout", recipe="bf16")
+    head = graph.operands["lm_head:fprop"]
+    assert {edge.flow.dtype for edge in head.values()} == {short}
 
 
 def test_a_config_folder_needs_no_weights(tmp_path: Path) -> None:
