@@ -242,4 +242,16 @@ def capture(
         if attributes and item.module in attributes:
             item.attributes = dict(attributes[item.module])
         nodes.append(item)
-    return CapturedGraph(tuple(nodes))
+    return CapturedGraph(tuple(nodes), level=_level(graph))
+
+
+def _level(graph: torch.fx.Graph) -> str:
+    """Return "aten" for a graph of AOTAutograd's: of its operators, without methods."""
+    targets = [node.target for node in graph.nodes if node.op == "call_function"]
+    own = any(
+        isinstance(target, torch._ops.OpOverload)
+        and target.namespace in ("aten", "prims")
+        for target in targets
+    )
+    methods = any(node.op == "call_method" for node in graph.nodes)
+    return "aten" if own and not methods else ""

@@ -74,10 +74,13 @@ class CapturedGraph:
     Attributes:
         nodes: The nodes.
         known_reads: What `reads` is, where it is known already; else empty.
+        level: "aten" for a graph of AOTAutograd's, whose operators are decomposed alike
+            wherever it comes from; else "".
     """
 
     nodes: tuple[CapturedNode, ...]
     known_reads: Sequence[list[int]] = field(default=(), compare=False, repr=False)
+    level: str = field(default="", compare=False)
 
     @cached_property
     def reads(self) -> Sequence[list[int]]:

@@ -158,9 +158,8 @@ def _single(
     if name in GROUPED_GEMMS:
         return Description("grouped_gemm", "grouped_gemm", params, "fp32")
     if name in MATMULS:
-        if any(map(sources.is_parameter, sources.inputs[index])):
-            return Description("grouped_gemm", "grouped_gemm", params, "fp32")
-        return Description("elementwise", "matmul", params, "fp32")
+        kind = "other_gemm" if _reads_weights(sources, index) else "elementwise"
+        return Description(kind, "matmul", params, "fp32")
     if name in SOFTMAXES:
         return Description("softmax", "softmax", params, computed)
     if name in TOPKS:
@@ -174,6 +173,11 @@ def _single(
     if name in _ROUTING:
         return Description("routing", name, params, computed)
     return Description("unknown", name, params, computed)
+
+
+def _reads_weights(sources: TensorSources, index: int) -> bool:
+    """Whether an operand of a matmul is made of parameters alone: a computed weight."""
+    return any(sources.of_parameters[read] for read in sources.inputs[index])
 
 
 def _activation(node: CapturedNode) -> str:

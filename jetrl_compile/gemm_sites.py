@@ -163,6 +163,8 @@ class GemmSites:
         if not node.backward:
             if weight is None or (node.target == "bmm" and not self._same(b)):
                 return None
+            if self.sources.of_parameters[a]:  # makes a weight of weights
+                return None
             module = self._module(node, weight.index)
             return GemmSite(
                 index,

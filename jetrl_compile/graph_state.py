@@ -24,6 +24,7 @@ class GraphState:
     """What is known of a captured graph, and what was made of it so far.
 
     Attributes:
+        level: Its level, as formulas name it.
         sources: Where its tensors come from.
         nodes: Its nodes.
         sites: Its weight GEMMs.
@@ -42,6 +43,7 @@ class GraphState:
         self, captured: CapturedGraph, batch_invariant: Mapping[str, bool]
     ) -> None:
         self.batch_invariant = batch_invariant
+        self.level = captured.level
         self.sources = TensorSources(captured)
         self.nodes = self.sources.nodes
         self.sites = GemmSites(self.sources)

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from jetrl_compile.containment_report import Listed
-from jetrl_compile.precision_graph import GEMM_KINDS
 from jetrl_compile.grouping import ListedGroup, group_listed
-from jetrl_compile.precision_graph import PrecisionGraph
+from jetrl_compile.precision_graph import GEMM_KINDS, PrecisionGraph
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from jetrl_compile.captured_graph import CapturedNode, Ref
 from jetrl_compile.describe import Description, describe
+from jetrl_compile.formula import formula_of
 from jetrl_compile.fused_bias import add_fused_bias
 from jetrl_compile.graph_state import GraphState
 from jetrl_compile.group_finder import Group
@@ -57,6 +58,7 @@ def add_group(state: GraphState, group: Group) -> None:
         params=tuple(sorted(what.params.items())),
         compute_dtype=what.compute_dtype,
         provider="" if what.kind == "index" else provider_of(first),
+        formula=formula_of(group, state.sources, state.level),
     )
     if what.params.get("gated") and len(reads) == 1:  # a fused layer made both
         state.part_edge(name, "gate", reads[0], None, 0, 2)

@@ -31,7 +31,8 @@ def without_mutations(graph: CapturedGraph) -> tuple[CapturedGraph, list[int] | 
     worker = _Functionalizer()
     for index, node in enumerate(graph.nodes):
         worker.add(index, node, graph.reads[index])
-    return CapturedGraph(tuple(worker.nodes), worker.reads), worker.origin
+    nodes = tuple(worker.nodes)
+    return CapturedGraph(nodes, worker.reads, graph.level), worker.origin
 
 
 class _Functionalizer:

@@ -19,6 +19,7 @@ from jetrl_compile.op_classes import (
     LOWERED_DEQUANTIZE,
     LOWERED_QUANTIZE,
     LOWERED_REQUANTIZE,
+    MATMULS,
     MULS,
     NORMS,
     PARTIAL_VIEWS,
@@ -64,7 +65,10 @@ class Grouping(GroupFinder):
                 backward.append(index)
             elif is_index[index]:
                 positions.setdefault(node.module, []).append(index)
-            elif node.target in _OPAQUE:
+            elif node.target in _OPAQUE or (
+                node.target in MATMULS
+                and any(sources.of_parameters[i] for i in sources.inputs[index])
+            ):
                 self.add([index], "single", node.module)
             elif node.target == VLLM_CACHE_UPDATE or node.module in inner:
                 loose.append(index)

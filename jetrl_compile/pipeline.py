@@ -21,7 +21,7 @@ from jetrl_compile.passes.context import Context
 from jetrl_compile.passes.insert_quantize import insert_quantize
 from jetrl_compile.passes.lower_gemm import lower_gemm
 from jetrl_compile.passes.verify import verify
-from jetrl_compile.precision_graph import Operator, PrecisionGraph
+from jetrl_compile.precision_graph import GEMM_KINDS, Operator, PrecisionGraph
 from jetrl_compile.recipe import GEMM_ROLES, Recipe
 
 aten = torch.ops.aten
@@ -39,8 +39,7 @@ def annotate(context: Context) -> int:
 
 
 def _gemm_modules(graph: PrecisionGraph) -> set[str]:
-    kinds = ("gemm", "grouped_gemm")
-    return {op.module for op in graph.operators if op.kind in kinds}
+    return {op.module for op in graph.operators if op.kind in GEMM_KINDS}
 
 
 def _is_whole_model(graph: PrecisionGraph) -> bool:

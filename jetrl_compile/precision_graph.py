@@ -196,9 +196,7 @@ class PrecisionGraph:
     def high_precision_gemms(self) -> list[Operator]:
         """Return the GEMMs that stay in high precision, each with its reason."""
         return [
-            op
-            for op in self.operators
-            if op.kind in GEMM_KINDS and not self.is_fp8(op)
+            op for op in self.operators if op.kind in GEMM_KINDS and not self.is_fp8(op)
         ]
 
     def unknown(self) -> list[Operator]:

@@ -77,6 +77,8 @@ class TensorSources:
         parent: For each node that is a view, a cast, or a write into a cache, the one
             tensor that it reads its values from; else -1.
         passes: For each node, whether it is one of these.
+        of_parameters: For each node, whether it is a parameter or made of parameters
+            alone: a merged adapter, a weight that is scaled or joined from parts.
     """
 
     def __init__(self, graph: CapturedGraph) -> None:
@@ -89,12 +91,14 @@ class TensorSources:
         self.parent: list[int] = []
         self.passes: list[bool] = []
         self.is_index: list[bool] = []
+        self.of_parameters: list[bool] = []
         self._sources: list[Source] = []
         for index, node in enumerate(graph.nodes):
             parent = self._passed(index, node) if node.op == "call" else -1
             self.parent.append(parent)
             self.passes.append(parent >= 0)
             self.is_index.append(self._is_index(index, node))
+            self.of_parameters.append(self._of_parameters(index, node))
             self._sources.append(self._source(index, node, parent))
 
     def source(self, index: int) -> Source:
@@ -191,6 +195,14 @@ class TensorSources:
             return True  # integers, booleans; a size, or nothing
         is_index = self.is_index
         return node.target in CONSTANTS or all(is_index[i] for i in self.inputs[index])
+
+    def _of_parameters(self, index: int, node: CapturedNode) -> bool:
+        if node.op == "placeholder":
+            return node.target == "parameter"
+        if node.op != "call":
+            return False
+        read = [i for i in self.inputs[index] if not self.is_index[i]]
+        return bool(read) and all(self.of_parameters[i] for i in read)
 
     def _source(self, index: int, node: CapturedNode, parent: int) -> Source:
         if parent < 0:

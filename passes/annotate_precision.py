@@ -9,14 +9,24 @@ from collections import deque
 from dataclasses import replace
 
 from jetrl_compile.errors import ModelError
-from jetrl_compile.precision_graph import Edge, Operator, PrecisionGraph
+from jetrl_compile.precision_graph import (
+    GEMM_KINDS,
+    Edge,
+    Operator,
+    PrecisionGraph,
+)
 from jetrl_compile.recipe import GEMM_ROLES, Recipe
 
 GROUPED_REASON = (
     "grouped expert GEMM: no FP8 kernel groups experts yet, so it stays in BF16"
 )
+OTHER_REASON = (
+    "its weight is computed, a part of a parameter, or not read as one matrix: there "
+    "are no stored codes for it, so it stays in BF16"
+)
+_REASONS = {"grouped_gemm": GROUPED_REASON, "other_gemm": OTHER_REASON}
 _HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "score")
-_LAYERS = ("gemm", "grouped_gemm", "norm", "residual_add", "attention", "rope")
+_LAYERS = (*GEMM_KINDS, "norm", "residual_add", "attention", "rope")
 # Operators that a router's result passes through on its way to the choice of experts.
 _TOWARDS_CHOICE = (
     "elementwise",
@@ -46,8 +56,8 @@ def annotate_precision(
     roles = linear_roles(graph)
     kept: dict[str, str] = {}
     for operator in graph.operators:
-        if operator.kind == "grouped_gemm":
-            kept[operator.name] = GROUPED_REASON
+        if operator.kind in _REASONS:
+            kept[operator.name] = _REASONS[operator.kind]
         elif operator.kind == "gemm":
             reason = recipe.reason_to_keep(
                 operator.module, roles.get(operator.module, "linear"), phase
@@ -77,7 +87,7 @@ def annotate_precision(
 
 
 def _without_reason(operator: Operator) -> Operator:
-    if operator.kind in ("gemm", "grouped_gemm") and operator.reason:
+    if operator.kind in GEMM_KINDS and operator.reason:
         return replace(operator, reason="")
     return operator
 
