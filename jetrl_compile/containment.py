@@ -161,11 +161,13 @@ class _Check:
         is_gemm = op.kind in GEMM_KINDS and other.kind in GEMM_KINDS
         if is_gemm:
             self._fp8(op, other)
+        before = len(self.found[2])
         self._params(op, other)
-        if formula := self.compare.formula(op, other):
-            self.found[2].append(formula)
         if op.compute_dtype != other.compute_dtype:
             self._add(2, op, "compute_dtype", op.compute_dtype, other.compute_dtype)
+        formula = self.compare.formula(op, other)
+        if formula and len(self.found[2]) == before:  # else it is named already
+            self.found[2].append(formula)
         if op.name in self.one_sided:
             return
         if op.provider != other.provider and not (
