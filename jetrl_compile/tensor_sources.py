@@ -201,8 +201,12 @@ class TensorSources:
             return node.target == "parameter"
         if node.op != "call":
             return False
-        read = [i for i in self.inputs[index] if not self.is_index[i]]
+        read = [i for i in self.inputs[index] if not self._is_constant(i)]
         return bool(read) and all(self.of_parameters[i] for i in read)
+
+    def _is_constant(self, index: int) -> bool:
+        node = self.nodes[index]
+        return node.op == "attribute" or (node.op == "call" and not self.inputs[index])
 
     def _source(self, index: int, node: CapturedNode, parent: int) -> Source:
         if parent < 0:

@@ -141,3 +141,11 @@ def test_gemms_of_computed_weights_are_listed(kind: str) -> None:
     torch._dynamo.reset()
     with torch.no_grad():
         assert torch.equal(compiled(model)(x), wanted)
+
+
+def test_embeddings_are_no_computed_weights() -> None:
+    """What tokens choose of a table is an activation."""
+    model = nn.Sequential(nn.Embedding(64, 128), nn.Linear(128, 96, bias=False))
+    model = model.to(torch.bfloat16)
+    graph = graph_of(model, torch.randint(64, (2, 8)))
+    assert [graph.is_fp8(op) for op in graph.gemms("fprop")] == [True]
