@@ -9,8 +9,6 @@ from jetrl_compile.granularity import BLOCK_128X128, GROUP_1X128, Granularity
 E4M3_MAX: float = 448.0
 AMAX_FLOOR: float = 1e-10
 SCALE_FORMATS = ("fp32", "ue8m0")
-SCALE_APPLICATIONS = ("divide", "reciprocal")
-DIRECTIONS = ("M", "N", "K")
 
 _SHORT_NAMES = {
     torch.float8_e4m3fn: "e4m3",
@@ -21,22 +19,12 @@ _SHORT_NAMES = {
     torch.float64: "fp64",
     torch.bool: "bool",
 }
-_DTYPES = {name: dtype for dtype, name in _SHORT_NAMES.items()}
 FLOATING = ("e4m3", "e5m2", "fp16", "bf16", "fp32", "fp64")
 
 
 def short_name(dtype: torch.dtype) -> str:
     """Return a dtype's short name: "bf16", "e4m3", "int64"."""
     return _SHORT_NAMES.get(dtype, str(dtype).removeprefix("torch."))
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return the torch dtype of a short name.
-
-    Raises:
-        KeyError: The name is not a short name of a floating dtype or "bool".
-    """
-    return _DTYPES[name]
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,5 @@ class Granularity:
         return f"{self.rows or 'all'}x{self.cols or 'all'}"
 
 
-PER_TENSOR = Granularity(0, 0)
 GROUP_1X128 = Granularity(1, 128)
 BLOCK_128X128 = Granularity(128, 128)

@@ -61,8 +61,6 @@ GATED_ACTIVATIONS = {
     "_C.gelu_and_mul": "gelu",
     "_C.gelu_tanh_and_mul": "gelu_tanh",
 }
-# Opaque operators that write their result to the first argument.
-OUT_FIRST = frozenset(GATED_ACTIVATIONS) | _words("_C.rms_norm")
 ACTIVATIONS = _words("silu gelu relu tanh sigmoid erf exp leaky_relu elu softplus mish")
 EMBEDDINGS = _words("embedding vllm.vocab_parallel_embedding transformers.embedding")
 LOOKUPS = _words("index_select index embedding gather")

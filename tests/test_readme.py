@@ -31,8 +31,7 @@ def test_readme_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "contained (levels 1, 2, 3, 4 passed)\n"
 
 
-def test_recipe_example(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipe, "_REGISTRY", dict(recipe._REGISTRY))
+def test_recipe_example() -> None:
     (block,) = python_blocks("docs/precision_flow.md")
     exec(block, {})
     assert "jetrl_but_first" in recipe.recipe_names()
