@@ -1,0 +1,185 @@
+"""What all Triton kernels share: the guarded import, and the quantizer's arithmetic.
+
+This module imports without Triton; then `triton_missing` says so, and what `jit`
+decorates must not be called. Kernel modules take `jit`, `tl` and `triton` from here.
+
+The jit helpers give the bits of `reference.quantize` (a NaN code is always 0x7f; in
+PyTorch it has the sign that the hardware gave to the NaN). On Triton's CPU interpreter,
+which truncates casts to BF16 and E4M3 and has no fused multiply-add, they compute the
+same bits in another way.
+"""
+
+import importlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl_compile.formats import AMAX_FLOOR
+
+_MISSING: str | None = None
+triton: Any
+tl: Any
+try:
+    triton = importlib.import_module("triton")
+    tl = importlib.import_module("triton.language")
+except ImportError:
+    _MISSING = "triton is not installed"
+    tl = SimpleNamespace(constexpr=lambda value: value)
+    triton = SimpleNamespace(jit=lambda function: function)
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """Return a Triton kernel; without Triton the function itself, never to be called."""
+    return triton.jit(function)
+
+
+# Below this, the remainder of a division in `encode` could lose bits to underflow.
+SMALLEST_FLOOR = 1e-20
+
+
+@jit
+def absmax(x: Any, axis: tl.constexpr) -> Any:
+    """Return the largest magnitude along an axis in FP32; a NaN wins.
+
+    Args:
+        x: Any shape, in BF16 or FP32. Masked elements must be 0.
+        axis: The axis that vanishes.
+    """
+    # Without its sign, an FP32 number is ordered as its bits are, with NaN on top.
+    bits = x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(bits, axis=axis).to(tl.float32, bitcast=True)
+
+
+@jit
+def region_scale(amax: Any, FLOOR: tl.constexpr, UE8M0: tl.constexpr) -> Any:
+    """Return `max(amax, floor) / 448`, a true division; NaN and infinity stay.
+
+    Args:
+        amax: FP32, any shape, at least 0.
+        FLOOR: The smallest amax that a scale is made from; at least `SMALLEST_FLOOR`.
+        UE8M0: Whether the scale is rounded up to a power of two.
+    """
+    amax = tl.where(amax < FLOOR, FLOOR, amax)  # false for a NaN
+    scale = tl.div_rn(amax, 448.0)
+    if UE8M0:
+        bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & ~0x7FFFFF
+        power = bits.to(tl.float32, bitcast=True)
+        scale = tl.where(scale == scale, power, scale)
+    return scale
+
+
+@jit
+def encode(x: Any, scale: Any) -> Any:
+    """Return E4M3 codes (float8e4nv) of BF16 values: x / scale, rounded to even.
+
+    The quotient is the one of a true division, for 1 multiplication and 2 fused
+    multiply-adds an element: `r = 1 / scale` is rounded correctly (one division for
+    each scale: keep its shape small), and the quotient `x r` is corrected once by its
+    exact remainder. For x with the 8 bits of BF16 this gives the correctly rounded
+    quotient for every mantissa of x and of scale (tried: all 2^30 pairs). No clamp is
+    needed: |x| is at most the amax that made the scale, and the cast saturates.
+
+    Args:
+        x: FP32, that BF16 holds exactly.
+        scale: FP32, from `region_scale`, of a shape that broadcasts to that of `x`.
+    """
+    if INTERPRETED:
+        return _round_e4m3(tl.div_rn(x, scale))
+    reciprocal = tl.div_rn(1.0, scale)
+    # For an infinite scale 1 / scale is 0, and 0 * infinity must not become a NaN.
+    divisor = tl.where(scale == float("inf"), 0.0, scale)
+    quotient = x * reciprocal
+    # Of this sign, so that -0 stays -0.
+    excess = tl.fma(quotient, tl.broadcast_to(divisor, x.shape), -x)
+    exact = tl.fma(-excess, tl.broadcast_to(reciprocal, x.shape), quotient)
+    return exact.to(tl.float8e4nv)
+
+
+@jit
+def encode_fp32(x: Any, scale: Any) -> Any:
+    """Return E4M3 codes of any FP32 values: as `encode`, with a division an element.
+
+    Args:
+        x: FP32.
+        scale: FP32, from `region_scale`, of a shape that broadcasts to that of `x`.
+    """
+    quotient = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+    if INTERPRETED:
+        return _round_e4m3(quotient)
+    return quotient.to(tl.float8e4nv)
+
+
+@jit
+def round_bf16(x: Any) -> Any:
+    """Return FP32 values rounded to BF16 (nearest even), still in FP32."""
+    if INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF
+        return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    return x.to(tl.bfloat16).to(tl.float32)
+
+
+@jit
+def _round_e4m3(x: Any) -> Any:
+    bits = x.to(tl.int32, bitcast=True)
+    sign, bits = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
+    # Normal: add half a step, less one where the result is even; rebias the exponent.
+    normal = (bits + 0x7FFFF + ((bits >> 20) & 1) - (120 << 23)) >> 20
+    # Subnormal (below 2^-6): adding 2^14 rounds to multiples of 2^-9.
+    shifted = bits.to(tl.float32, bitcast=True) + 16384.0
+    subnormal = shifted.to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(bits < 0x3C800000, subnormal, tl.minimum(normal, 0x7E))
+    code = tl.where(x == x, code | sign, 0x7F)
+    return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+
+
+# Whether the kernels run on Triton's CPU interpreter: TRITON_INTERPRET=1 when this
+# module was imported.
+INTERPRETED = tl.constexpr(type(encode).__name__ == "InterpretedFunction")
+
+
+def triton_missing() -> str | None:
+    """Return why there is no Triton, or None if there is."""
+    return _MISSING
+
+
+def interpreted() -> bool:
+    """Return whether the kernels run on Triton's CPU interpreter."""
+    return type(encode).__name__ == "InterpretedFunction"
+
+
+def cannot_run(tensors: list[Tensor], amax_floor: float = AMAX_FLOOR) -> str | None:
+    """Return why kernels cannot read these tensors here, or None if they can.
+
+    Args:
+        tensors: All inputs of a kernel.
+        amax_floor: Of the quantizer.
+    """
+    if _MISSING is not None:
+        return _MISSING
+    if amax_floor < SMALLEST_FLOOR:
+        return f"the amax floor {amax_floor:g} is below {SMALLEST_FLOOR:g}"
+    if interpreted():
+        return None
+    for tensor in tensors:
+        if not tensor.is_cuda:
+            return f"Triton runs on CUDA, and a tensor is on {tensor.device}"
+    device = tensors[0].device
+    if any(tensor.device != device for tensor in tensors):
+        return "the tensors are on different devices"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 9):
+        return "the GPU has no E4M3: compute capability below 8.9"
+    return None
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """Return (..., C) as (R, C) with adjacent columns; a view where that is possible.
+
+    The rows may lie further apart than C, as in a column slice of a wider matrix.
+    """
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        x = x.contiguous()
+    return x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(0, 0)
