@@ -3,7 +3,10 @@
 TMA, the copy engine that feeds those kernels, wants each row (codes) or column (scales)
 of a matrix to begin at a multiple of 16 bytes.
 
-- Codes are row-major; a row begins every `align(columns, 16)` elements.
+- Codes are row-major; a row begins every `align(columns, 16)` elements. Where the matrix
+  is the transpose of what was quantized, its columns are tokens (in wgrad), whose number
+  changes from batch to batch: a row begins every `align(columns, 128) + 128` elements,
+  so that no compiled graph depends on whether it is contiguous, and rows lie in lines.
 - Scales of groups (one row a region) are column-major, "mn_major_tma": a column begins
   every `align(rows, 4)` elements.
 - Scales of blocks (several rows a region) are row-major.
@@ -21,6 +24,7 @@ from jetrl_compile.granularity import Granularity
 E4M3 = torch.float8_e4m3fn
 CODE_ALIGNMENT = 16  # elements of 1 byte
 SCALE_ALIGNMENT = 4  # elements of 4 bytes
+LINE = 128  # bytes of a line of the cache
 
 
 def align(size: Any, to: int) -> Any:
@@ -28,8 +32,16 @@ def align(size: Any, to: int) -> Any:
     return (size + to - 1) // to * to
 
 
-def code_strides(rows: Any, cols: Any) -> tuple[Any, Any]:
-    """Return the strides of a matrix of codes, in elements."""
+def code_strides(rows: Any, cols: Any, transposed: bool = False) -> tuple[Any, Any]:
+    """Return the strides of a matrix of codes, in elements.
+
+    Args:
+        rows: Of the matrix.
+        cols: Of the matrix.
+        transposed: Whether it is the transpose of what was quantized.
+    """
+    if transposed:
+        return (align(cols, LINE) + LINE, 1)
     return (align(cols, CODE_ALIGNMENT), 1)
 
 
@@ -46,7 +58,11 @@ def scale_strides(shape: tuple[Any, Any], rows: int) -> tuple[Any, Any]:
 
 
 def empty_quantized(
-    shape: tuple[Any, Any], rows: int, cols: int, device: torch.device
+    shape: tuple[Any, Any],
+    rows: int,
+    cols: int,
+    device: torch.device,
+    transposed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Allocate codes and scales in their memory order.
 
@@ -55,13 +71,15 @@ def empty_quantized(
         rows: Rows of a region; 0 means all.
         cols: Columns of a region; 0 means all.
         device: Where.
+        transposed: Whether the matrix is the transpose of what was quantized.
 
     Returns:
         Codes in E4M3 and scales in FP32, both uninitialized.
     """
     scale_shape = Granularity(rows, cols).scale_shape(shape)
+    strides = code_strides(*shape, transposed)
     return (
-        torch.empty_strided(shape, code_strides(*shape), dtype=E4M3, device=device),
+        torch.empty_strided(shape, strides, dtype=E4M3, device=device),
         torch.empty_strided(
             scale_shape,
             scale_strides(scale_shape, rows),
@@ -71,9 +89,11 @@ def empty_quantized(
     )
 
 
-def in_order(codes: Tensor, scales: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def in_order(
+    codes: Tensor, scales: Tensor, rows: int, transposed: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return codes and scales in their memory order, copied only where they are not."""
-    strides = code_strides(*codes.shape)
+    strides = code_strides(codes.shape[0], codes.shape[1], transposed)
     if codes.stride() != strides:
         moved = torch.empty_strided(
             codes.shape, strides, dtype=codes.dtype, device=codes.device
