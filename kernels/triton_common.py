@@ -11,6 +11,7 @@ same bits in another way.
 
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,16 +29,34 @@ try:
 except ImportError:
     _MISSING = "triton is not installed"
     tl = SimpleNamespace(constexpr=lambda value: value)
-    triton = SimpleNamespace(jit=lambda function: function)
+    triton = SimpleNamespace(jit=lambda function, **options: function)
 
 
-def jit(function: Callable[..., Any]) -> Any:
-    """Return a Triton kernel; without Triton the function itself, never to be called."""
-    return triton.jit(function)
+def jit(function: Callable[..., Any], **options: Any) -> Any:
+    """Return a Triton kernel; without Triton, what cannot be launched.
+
+    Args:
+        function: Its source.
+        options: Of `triton.jit`.
+    """
+    return triton.jit(function, **options)
 
 
 # Below this, the remainder of a division in `encode` could lose bits to underflow.
 SMALLEST_FLOOR = 1e-20
+
+
+@jit
+def magnitude(x: Any) -> Any:
+    """Return |x| as the bits of an FP32 number, which are ordered, with NaN on top.
+
+    Args:
+        x: Any shape, in BF16 or FP32.
+
+    Returns:
+        int32. The largest of them, cast back to FP32, is the amax; a NaN wins.
+    """
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @jit
@@ -48,9 +67,7 @@ def absmax(x: Any, axis: tl.constexpr) -> Any:
         x: Any shape, in BF16 or FP32. Masked elements must be 0.
         axis: The axis that vanishes.
     """
-    # Without its sign, an FP32 number is ordered as its bits are, with NaN on top.
-    bits = x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.max(bits, axis=axis).to(tl.float32, bitcast=True)
+    return tl.max(magnitude(x), axis=axis).to(tl.float32, bitcast=True)
 
 
 @jit
@@ -173,6 +190,11 @@ def cannot_run(tensors: list[Tensor], amax_floor: float = AMAX_FLOOR) -> str | N
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 9):
         return "the GPU has no E4M3: compute capability below 8.9"
     return None
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Return the context in which a kernel that reads a tensor is launched."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def rows_of(x: Tensor) -> Tensor:
