@@ -23,7 +23,8 @@ class CompileOptions:
             log-prob, reference) or "rollout".
         lowering: "inductor" (default), or "aot": the passes without Inductor's code
             generation, for quick runs on a CPU.
-        providers: Names of GEMM providers, the preferred one first.
+        providers: Names of GEMM providers, the preferred one first; default None, the
+            order of the device of each GEMM (`jetrl doctor` shows it).
         module_path: Path of the compiled module in the whole model, such as
             "model.layers.0": names in graphs and patterns in recipes are whole paths.
             A pattern that matches nothing is an error in the graph of a whole model,
@@ -37,7 +38,7 @@ class CompileOptions:
     recipe: Recipe
     phase: str = "train"
     lowering: str = "inductor"
-    providers: tuple[str, ...] = ("reference",)
+    providers: tuple[str, ...] | None = None
     module_path: str = ""
     report: Callable[[Any], None] | Path | None = None
     recorder: Any = None
@@ -61,16 +62,8 @@ def parse_options(options: Mapping[str, Any] | None) -> CompileOptions:
                 f"{', '.join(known)}"
             )
     given["recipe"] = get_recipe(given.get("recipe", "jetrl"))
-    providers = given.get("providers", ("reference",))
-    given["providers"] = (
-        (providers,) if isinstance(providers, str) else tuple(providers)
-    )
-    for provider in given["providers"]:
-        get_provider(provider)
-    if not given["providers"]:
-        raise ProviderError(
-            f"option providers is empty; list at least one of {', '.join(PROVIDERS)}"
-        )
+    if given.get("providers") is not None:
+        given["providers"] = _names(given["providers"])
     if isinstance(given.get("report"), str):
         given["report"] = Path(given["report"])
     chosen = CompileOptions(**given)
@@ -95,3 +88,14 @@ def parse_options(options: Mapping[str, Any] | None) -> CompileOptions:
             "operator; Inductor fuses them"
         )
     return chosen
+
+
+def _names(providers: Any) -> tuple[str, ...]:
+    names = (providers,) if isinstance(providers, str) else tuple(providers)
+    for name in names:
+        get_provider(name)
+    if not names:
+        raise ProviderError(
+            f"option providers is empty; list at least one of {', '.join(PROVIDERS)}"
+        )
+    return names

@@ -1,98 +1,88 @@
-"""Which kernel runs a block-scaled GEMM: providers, and the choice among them.
+"""Which kernel runs a block-scaled GEMM: the choice among providers.
 
-Providers are data. A user orders their names (`options={"providers": (...)}`); the
-first one that accepts a GEMM runs it, and the choice records why each earlier one was
-passed over, for the precision graph and for `jetrl doctor`.
+Providers are data. The first one of an ordered list that accepts a GEMM runs it, and
+the choice records why each earlier one was passed over, for the precision graph and for
+`jetrl doctor`. A user orders their names (`options={"providers": (...)}`); without that
+the order is the device's, or that of a class of shapes for which another was faster.
 """
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from torch import Tensor
-
 from jetrl_compile.errors import ProviderError
-from jetrl_compile.formats import Flow
 from jetrl_compile.kernels import reference
+from jetrl_compile.kernels.provider import (
+    ROLES,
+    GemmKernel,
+    GemmShape,
+    Provider,
+    not_quantized,
+)
+from jetrl_compile.kernels.provider_deep_gemm import DEEP_GEMM
+from jetrl_compile.kernels.provider_scaled_mm import SCALED_MM
+from jetrl_compile.kernels.provider_triton import TRITON
 
-GemmKernel = Callable[..., Tensor]
-ROLES = ("fprop", "dgrad", "wgrad")
+__all__ = [
+    "MEASURED",
+    "ORDERS",
+    "PROVIDERS",
+    "REFERENCE",
+    "ROLES",
+    "Choice",
+    "GemmKernel",
+    "GemmShape",
+    "MeasuredClass",
+    "Provider",
+    "ProviderStatus",
+    "default_providers",
+    "get_provider",
+    "provider_statuses",
+    "register_provider",
+    "select",
+]
 
-
-@dataclass(frozen=True, slots=True)
-class GemmShape:
-    """What a provider is asked to run: out = a b^T, both operands block-scaled.
-
-    Attributes:
-        role: "fprop" (a = x, b = w), "dgrad" (a = dy, b = w^T) or "wgrad" (a = dy^T,
-            b = x^T).
-        n: Out features of the layer.
-        k: In features of the layer.
-        a: The flow of `a`.
-        b: The flow of `b`.
-        m: Tokens, or None where they are dynamic.
-        out_dtype: Short name of the result's dtype.
-        device_type: "cpu", "cuda", "meta".
-    """
-
-    role: str
-    n: int
-    k: int
-    a: Flow
-    b: Flow
-    m: int | None = None
-    out_dtype: str = "bf16"
-    device_type: str = "cpu"
-
-    def __post_init__(self) -> None:
-        """Check the role."""
-        if self.role not in ROLES:
-            raise ProviderError(
-                f"GEMM role {self.role!r} is unknown; use one of {', '.join(ROLES)}"
-            )
-
-    @property
-    def sizes(self) -> tuple[int | None, int | None, int | None]:
-        """Rows of a, rows of b, and the contraction, None where they are tokens."""
-        return {
-            "fprop": (self.m, self.n, self.k),
-            "dgrad": (self.m, self.k, self.n),
-            "wgrad": (self.n, self.k, self.m),
-        }[self.role]
-
-    def __str__(self) -> str:
-        tokens = "any" if self.m is None else self.m
-        return (
-            f"{self.role} M={tokens} N={self.n} K={self.k} on {self.device_type}, "
-            f"a {self.a}, b {self.b}"
-        )
+ORDERS = MappingProxyType(
+    {"cuda": ("deep_gemm", "scaled_mm", "triton", "reference"), "": ("reference",)}
+)
+"""Names of providers by device type, the preferred one first; "": any other device."""
 
 
 @dataclass(frozen=True, slots=True)
-class Provider:
-    """A kernel for block-scaled GEMMs.
+class MeasuredClass:
+    """A class of GEMM shapes for which another order was measured to be faster.
+
+    Only providers of one numerics class may change places, so that bits stay the same.
 
     Attributes:
-        name: What users and the op's `provider` argument call it.
-        gemm: The kernel; it takes the arguments of `reference.gemm`.
-        batch_invariant: Whether a row's result is the same bits in every batch.
-        numerics: The class of its rounding. Two providers of one class give the same
-            bits; `reference` is "fp64_groups": exact partial products a group, added
-            in FP64.
-        usable: Returns None where it can run in this process, or why it cannot:
-            a missing package, GPU or version.
-        rejects: Returns None for a GEMM that it can run, or why it cannot.
-        description: One line for people.
+        name: What people call it, such as "decode".
+        roles: The roles it holds for.
+        tokens: The fewest and the most tokens.
+        order: Names of providers, the preferred one first.
+        measured: Device, date and numbers.
+        device_type: Of the GEMM.
     """
 
     name: str
-    gemm: GemmKernel
-    batch_invariant: bool
-    numerics: str
-    usable: Callable[[], str | None]
-    rejects: Callable[[GemmShape], str | None]
-    description: str = ""
+    roles: tuple[str, ...]
+    tokens: tuple[int, int]
+    order: tuple[str, ...]
+    measured: str
+    device_type: str = "cuda"
+
+    def holds(self, shape: GemmShape) -> bool:
+        """Whether a GEMM is of this class; one with dynamic tokens is of none."""
+        return (
+            shape.device_type == self.device_type
+            and shape.role in self.roles
+            and shape.m is not None
+            and self.tokens[0] <= shape.m <= self.tokens[1]
+        )
+
+
+MEASURED: tuple[MeasuredClass, ...] = ()
+"""The measured classes; the first that holds is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +92,20 @@ class Choice:
     Attributes:
         provider: The first of the ordered names that accepts the GEMM.
         passed_over: For each name before it, the name and why it was not taken.
+        measured: The measured class that gave the order, or None.
     """
 
     provider: Provider
     passed_over: tuple[tuple[str, str], ...] = ()
+    measured: MeasuredClass | None = None
 
     @property
     def reason(self) -> str:
         """One line: "first choice", or why each earlier provider was passed over."""
-        if not self.passed_over:
-            return "first choice"
-        return "; ".join(f"{name}: {why}" for name, why in self.passed_over)
+        parts = [f"{name}: {why}" for name, why in self.passed_over]
+        if self.measured is not None:
+            parts.append(f"{self.measured.name}: {self.measured.measured}")
+        return "; ".join(parts) or "first choice"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +159,18 @@ def get_provider(name: str) -> Provider:
     return provider
 
 
-def select(shape: GemmShape, providers: Iterable[str] = ("reference",)) -> Choice:
+def default_providers(device_type: str) -> tuple[str, ...]:
+    """Return the names that are tried on a device, the preferred one first."""
+    return ORDERS.get(device_type, ORDERS[""])
+
+
+def select(shape: GemmShape, providers: Iterable[str] | None = None) -> Choice:
     """Choose the first provider of an ordered list that accepts a GEMM.
 
     Args:
         shape: The GEMM.
-        providers: Names, the preferred one first.
+        providers: Names, the preferred one first; None for the order of the device, or
+            of the measured class that the GEMM is of.
 
     Returns:
         The provider, with why each earlier one was passed over.
@@ -180,14 +179,19 @@ def select(shape: GemmShape, providers: Iterable[str] = ("reference",)) -> Choic
         ProviderError: A name is unknown (even one behind the chosen provider), the
             list is empty, or every provider rejects the GEMM.
     """
-    if isinstance(providers, str):
+    measured = None
+    if providers is None:
+        measured = next((known for known in MEASURED if known.holds(shape)), None)
+        by_device = default_providers(shape.device_type)
+        providers = by_device if measured is None else measured.order
+    elif isinstance(providers, str):
         providers = (providers,)
     candidates = [get_provider(name) for name in providers]
     passed_over: list[tuple[str, str]] = []
     for provider in candidates:
         why = provider.usable() or provider.rejects(shape)
         if why is None:
-            return Choice(provider, tuple(passed_over))
+            return Choice(provider, tuple(passed_over), measured)
         passed_over.append((provider.name, why))
     if not candidates:
         raise ProviderError(
@@ -205,14 +209,6 @@ def provider_statuses() -> tuple[ProviderStatus, ...]:
     return tuple(ProviderStatus(p, p.usable()) for p in _REGISTRY.values())
 
 
-def _reference_rejects(shape: GemmShape) -> str | None:
-    if not (shape.a.is_quantized and shape.b.is_quantized):
-        return "an operand is not quantized"
-    if {shape.a.dtype, shape.b.dtype} != {"e4m3"}:
-        return f"operands are {shape.a.dtype} and {shape.b.dtype}, not e4m3"
-    return None
-
-
 REFERENCE = register_provider(
     Provider(
         name="reference",
@@ -220,7 +216,9 @@ REFERENCE = register_provider(
         batch_invariant=True,
         numerics="fp64_groups",
         usable=lambda: None,
-        rejects=_reference_rejects,
+        rejects=not_quantized,
         description="plain PyTorch, any device; exact partial products in FP64",
     )
 )
+for _provider in (DEEP_GEMM, SCALED_MM, TRITON):
+    register_provider(_provider)

@@ -62,8 +62,8 @@ def test_first_accepting_provider_runs_and_the_others_have_reasons() -> None:
 @pytest.mark.usefixtures("three")
 def test_statuses_tell_why_not() -> None:
     lines = [str(status) for status in dispatch.provider_statuses()]
-    assert lines == [
-        "reference: usable",
+    assert lines[0] == "reference: usable"
+    assert lines[-2:] == [
         "wide: usable",
         "absent: not usable: package absent is not installed",
     ]
@@ -84,8 +84,8 @@ def test_empty_list() -> None:
 def test_unknown_name_behind_the_chosen_one_is_an_error() -> None:
     with pytest.raises(ProviderError, match="'refrence' is unknown; did you mean"):
         select(SHAPE, ("reference", "refrence"))
-    with pytest.raises(ProviderError, match="'triton' is unknown; known: reference"):
-        dispatch.get_provider("triton")
+    with pytest.raises(ProviderError, match="'cutlass' is unknown; known: reference"):
+        dispatch.get_provider("cutlass")
 
 
 def test_reference_rejects_what_is_not_quantized() -> None:
