@@ -78,7 +78,10 @@ def _options(
 
 
 for _name, _command in commands.load().items():
-    app.command(_name)(_command)
+    if isinstance(_command, typer.Typer):
+        app.add_typer(_command, name=_name)
+    else:
+        app.command(_name)(_command)
 
 
 def main() -> None:

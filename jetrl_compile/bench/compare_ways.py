@@ -1,0 +1,257 @@
+"""Run one model in several ways, in turns, and tell times and memory."""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jetrl_compile.bench.cuda_graphs import GRAPHS, Captured, capture, marked
+from jetrl_compile.bench.memory import GIB, held_bytes, peak_bytes
+from jetrl_compile.bench.profiling import attention_kernels, write_profile
+from jetrl_compile.bench.results import PEAK, Row, compare
+from jetrl_compile.bench.steps import FORWARD, TRAIN, Shape, Steps
+from jetrl_compile.bench.timing import Clock, in_turns
+from jetrl_compile.bench.ways import (
+    COMPILE,
+    EAGER,
+    TORCHAO,
+    Way,
+    WaySpec,
+    dynamo_for_many_ways,
+    failure,
+    graphs_compiled,
+)
+from jetrl_compile.errors import ProviderError
+
+BASELINES = (EAGER, COMPILE, TORCHAO)
+MakeSteps = Callable[[Any, Shape, torch.device], Steps]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How ways are compared.
+
+    Attributes:
+        device: Where.
+        shapes: Of the tokens.
+        rounds: Samples of each way.
+        sample_ms: How long a sample lasts at least; 0: one step.
+        run_ahead: As of `Clock`.
+        forward_only: Whether the backward pass is left out.
+        graphs: "none", "inductor" (compiled layers run under Inductor's CUDA graphs) or
+            "step" (each whole step of each way is one CUDA graph).
+        profile: Where to write a profile of `profile_way` at the first shape, or None.
+        profile_way: Its name.
+        say: Called with a line before each part.
+    """
+
+    device: torch.device
+    shapes: tuple[Shape, ...]
+    rounds: int = 7
+    sample_ms: float = 0.0
+    run_ahead: bool = False
+    forward_only: bool = False
+    graphs: str = "none"
+    profile: str | None = None
+    profile_way: str = "jetrl"
+    say: Callable[[str], None] = lambda _: None
+
+    def __post_init__(self) -> None:
+        """Check the mode of CUDA graphs."""
+        if self.graphs not in GRAPHS:
+            raise ProviderError(
+                f"the mode of CUDA graphs {self.graphs!r} is unknown; use one of "
+                f"{', '.join(GRAPHS)}"
+            )
+        if self.graphs != "none" and self.device.type != "cuda":
+            raise ProviderError("CUDA graphs need a GPU; leave out --graphs")
+
+
+@dataclass
+class _Runner:
+    """A way and what is known of it."""
+
+    spec: WaySpec
+    way: Way | None = None
+    problem: str = ""
+    own_bytes: int = 0
+    graphs: int = 0
+    notes: dict[str, str] = field(default_factory=dict)
+    peak: int | None = None
+    same_bits: dict[str, bool] = field(default_factory=dict)
+    captured: Captured | None = None
+
+
+def compare_ways(
+    model: nn.Module, specs: Sequence[WaySpec], make_steps: MakeSteps, plan: Plan
+) -> list[Row]:
+    """Return a row for each step, shape and way; a way that fails has its reason.
+
+    Args:
+        model: The one model; left as it was.
+        specs: The ways.
+        make_steps: Of a shape: what is timed.
+        plan: How.
+    """
+    rows: list[Row] = []
+    with dynamo_for_many_ways():
+        runners = [_Runner(spec) for spec in specs]
+        for index, shape in enumerate(plan.shapes):
+            steps = make_steps(model, shape, plan.device)
+            for runner in runners:
+                plan.say(f"{runner.spec.name}, {shape}: compiling and warming up")
+                _warm_up(runner, runners, model, steps, plan)
+            if plan.profile and index == 0:
+                _profile(runners, steps, plan)
+            rows += _time(runners, steps, shape, plan)
+    return compare(rows, BASELINES)
+
+
+@contextlib.contextmanager
+def _on(runner: _Runner) -> Iterator[None]:
+    assert runner.way is not None
+    with runner.way.active():
+        yield
+
+
+def _warm_up(
+    runner: _Runner,
+    runners: Sequence[_Runner],
+    model: nn.Module,
+    steps: Steps,
+    plan: Plan,
+) -> None:
+    """Compile a way for a shape, run it, and measure its memory."""
+    if runner.problem:
+        return
+    before, compiled = _held(plan.device), graphs_compiled()
+    try:
+        if runner.way is None:
+            runner.way = Way(runner.spec, model, graphs=plan.graphs == "inductor")
+        try:
+            _run_twice(runner, steps, plan)
+        except Exception as error:
+            if runner.spec.kind != TORCHAO:
+                raise
+            runner.way.run_eagerly()
+            runner.notes["compiled"] = f"not compiled: {failure(error)}"
+            _run_twice(runner, steps, plan)
+        steps.drop()
+        runner.own_bytes += max(0, _held(plan.device) - before)
+        others = sum(other.own_bytes for other in runners if other is not runner)
+        if not plan.forward_only:
+            with _on(runner):
+                found = peak_bytes(steps.train, plan.device)
+            runner.peak = None if found is None else found - others
+        if plan.graphs == "step":
+            with _on(runner):
+                runner.captured = capture(steps, plan.forward_only)
+    except Exception as error:
+        runner.problem = failure(error)
+    finally:
+        steps.drop()
+    runner.graphs += graphs_compiled() - compiled
+    is_compiled = runner.spec.kind != EAGER and "compiled" not in runner.notes
+    if is_compiled and not runner.graphs and not runner.problem:
+        runner.problem = "Dynamo compiled nothing, so the layers ran eagerly"
+
+
+def _run_twice(runner: _Runner, steps: Steps, plan: Plan) -> None:
+    """Run each step often enough to compile and record it; see which attention runs."""
+    for name, work in steps.named(plan.forward_only).items():
+        with _on(runner):
+            first = marked(work)().clone()
+            if name == FORWARD:
+                kernels, again = attention_kernels(marked(work))
+                runner.notes["attention"] = f"attention {kernels or 'unknown'}"
+            again = marked(work)()
+            runner.same_bits[name] = torch.equal(first, again)
+            del first, again
+
+
+def _held(device: torch.device) -> int:
+    gc.collect()
+    return held_bytes(device)
+
+
+def _time(
+    runners: Sequence[_Runner], steps: Steps, shape: Shape, plan: Plan
+) -> list[Row]:
+    """Time every way that works, in turns."""
+    clock = Clock(plan.device, run_ahead=plan.run_ahead)
+    usable = {runner.spec.name: runner for runner in runners if not runner.problem}
+    rows: list[Row] = []
+    for step in steps.named(plan.forward_only):
+        case = f"{step} {shape}"
+        plan.say(f"{case}: timing {', '.join(usable)}")
+        works = {name: _work(runner, steps, step) for name, runner in usable.items()}
+        on: list[Way] = []
+
+        def switch(name: str, on: list[Way] = on) -> None:
+            while on:
+                on.pop().switch_off()
+            way = usable[name].way
+            assert way is not None
+            way.switch_on()
+            on.append(way)
+
+        try:
+            timings = in_turns(
+                works, clock, plan.rounds, sample_ms=plan.sample_ms, before=switch
+            )
+        finally:
+            while on:
+                on.pop().switch_off()
+            steps.drop()
+        for runner in runners:
+            row = Row(case, runner.spec.name, note=runner.problem, failed=True)
+            if not runner.problem:
+                row = replace(
+                    row, timing=timings[runner.spec.name], failed=False, note=""
+                )
+                row = _described(row, runner, step)
+            rows.append(row)
+    return rows
+
+
+def _work(runner: _Runner, steps: Steps, step: str) -> Callable[[], Tensor]:
+    if runner.captured is not None:
+        return runner.captured.replay[step]
+    return marked(steps.named()[step])
+
+
+def _described(row: Row, runner: _Runner, step: str) -> Row:
+    values: dict[str, float] = {}
+    if step == TRAIN and runner.peak is not None:
+        values[PEAK] = runner.peak / GIB
+    if runner.spec.kind != EAGER:
+        values["graphs"] = runner.graphs
+    notes = list(runner.notes.values())
+    same = runner.same_bits[step]
+    if runner.captured is not None:
+        same = same and runner.captured.same_bits[step]
+    notes.append("same bits again" if same else "other bits when run again")
+    return replace(row, values=values, note="; ".join(notes))
+
+
+def _profile(runners: Sequence[_Runner], steps: Steps, plan: Plan) -> None:
+    for runner in runners:
+        if runner.spec.name == plan.profile_way and not runner.problem:
+            plan.say(f"profiling {runner.spec.name}")
+            works = {
+                name: marked(work)
+                for name, work in steps.named(plan.forward_only).items()
+            }
+            assert plan.profile is not None
+            with _on(runner):
+                write_profile(works, plan.profile, title=runner.spec.name)
+            steps.drop()
+            return
+    raise ProviderError(
+        f"there is no usable way {plan.profile_way!r} to profile; choose one with "
+        "--profile-way"
+    )
