@@ -2,6 +2,8 @@
 
 This module imports without Triton; then `triton_missing` says so, and what `jit`
 decorates must not be called. Kernel modules take `jit`, `tl` and `triton` from here.
+Annotate their parameters `tl.tensor` or `tl.constexpr`: Triton's compiler reads these
+names, and it knows no `Any`.
 
 The jit helpers give the bits of `reference.quantize` (a NaN code is always 0x7f; in
 PyTorch it has the sign that the hardware gave to the NaN). On Triton's CPU interpreter,
@@ -28,7 +30,7 @@ try:
     tl = importlib.import_module("triton.language")
 except ImportError:
     _MISSING = "triton is not installed"
-    tl = SimpleNamespace(constexpr=lambda value: value)
+    tl = SimpleNamespace(constexpr=lambda value: value, tensor=Any)
     triton = SimpleNamespace(jit=lambda function, **options: function)
 
 
@@ -47,7 +49,7 @@ SMALLEST_FLOOR = 1e-20
 
 
 @jit
-def magnitude(x: Any) -> Any:
+def magnitude(x: tl.tensor) -> tl.tensor:
     """Return |x| as the bits of an FP32 number, which are ordered, with NaN on top.
 
     Args:
@@ -60,7 +62,7 @@ def magnitude(x: Any) -> Any:
 
 
 @jit
-def absmax(x: Any, axis: tl.constexpr) -> Any:
+def absmax(x: tl.tensor, axis: tl.constexpr) -> tl.tensor:
     """Return the largest magnitude along an axis in FP32; a NaN wins.
 
     Args:
@@ -71,7 +73,9 @@ def absmax(x: Any, axis: tl.constexpr) -> Any:
 
 
 @jit
-def region_scale(amax: Any, FLOOR: tl.constexpr, UE8M0: tl.constexpr) -> Any:
+def region_scale(
+    amax: tl.tensor, FLOOR: tl.constexpr, UE8M0: tl.constexpr
+) -> tl.tensor:
     """Return `max(amax, floor) / 448`, a true division; NaN and infinity stay.
 
     Args:
@@ -80,7 +84,15 @@ def region_scale(amax: Any, FLOOR: tl.constexpr, UE8M0: tl.constexpr) -> Any:
         UE8M0: Whether the scale is rounded up to a power of two.
     """
     amax = tl.where(amax < FLOOR, FLOOR, amax)  # false for a NaN
-    scale = tl.div_rn(amax, 448.0)
+    if INTERPRETED:
+        scale = tl.div_rn(amax, 448.0)
+    else:
+        # The bits of a true division by 448, for 2 fused multiply-adds: tried for every
+        # mantissa. The remainder of infinity would be NaN.
+        scale = amax * (1.0 / 448.0)
+        excess = tl.fma(scale, tl.full(amax.shape, 448.0, tl.float32), amax * -1.0)
+        minus = tl.full(amax.shape, -1.0 / 448.0, tl.float32)
+        scale = tl.where(amax == float("inf"), amax, tl.fma(excess, minus, scale))
     if UE8M0:
         bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & ~0x7FFFFF
         power = bits.to(tl.float32, bitcast=True)
@@ -89,48 +101,62 @@ def region_scale(amax: Any, FLOOR: tl.constexpr, UE8M0: tl.constexpr) -> Any:
 
 
 @jit
-def encode(x: Any, scale: Any) -> Any:
+def encode(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """Return E4M3 codes (float8e4nv) of BF16 values: x / scale, rounded to even.
 
-    The quotient is the one of a true division, for 1 multiplication and 2 fused
-    multiply-adds an element: `r = 1 / scale` is rounded correctly (one division for
-    each scale: keep its shape small), and the quotient `x r` is corrected once by its
-    exact remainder. For x with the 8 bits of BF16 this gives the correctly rounded
-    quotient for every mantissa of x and of scale (tried: all 2^30 pairs). No clamp is
-    needed: |x| is at most the amax that made the scale, and the cast saturates.
+    The codes are those of a true division, for a multiplication and 2 fused
+    multiply-adds an element: the quotient is x times 1 / scale, corrected once by its
+    remainder, which is exact. An error of up to 4 units in the last place of 1 / scale
+    changes no code: tried for all 2^30 pairs of a BF16 mantissa and a scale's, but for
+    a scale of 24 ones, which no BF16 amax gives. No clamp is needed: |x| is at most the
+    amax that made the scale, and the cast saturates.
 
     Args:
         x: FP32, that BF16 holds exactly.
-        scale: FP32, from `region_scale`, of a shape that broadcasts to that of `x`.
+        scale: FP32, from `region_scale` of the amax of such values, of a shape that
+            broadcasts to that of `x`.
+    """
+    if INTERPRETED:
+        return _round_e4m3(tl.div_rn(x, scale))
+    return _correct(x * (1.0 / scale), x, scale, 1.0 / scale).to(tl.float8e4nv)
+
+
+@jit
+def encode_fp32(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """Return E4M3 codes of any FP32 values: as `encode`, corrected twice.
+
+    The first correction gives a quotient within one unit in the last place. From that
+    and a correctly rounded 1 / scale, the second gives the correctly rounded quotient.
+
+    Args:
+        x: FP32.
+        scale: FP32, from `region_scale` of the amax of such values, of a shape that
+            broadcasts to that of `x`.
+
+    Source: Markstein, IA-64 and Elementary Functions, 2000, chapter 8.
     """
     if INTERPRETED:
         return _round_e4m3(tl.div_rn(x, scale))
     reciprocal = tl.div_rn(1.0, scale)
-    # For an infinite scale 1 / scale is 0, and 0 * infinity must not become a NaN.
-    divisor = tl.where(scale == float("inf"), 0.0, scale)
-    quotient = x * reciprocal
-    # Of this sign, so that -0 stays -0.
-    excess = tl.fma(quotient, tl.broadcast_to(divisor, x.shape), -x)
-    exact = tl.fma(-excess, tl.broadcast_to(reciprocal, x.shape), quotient)
-    return exact.to(tl.float8e4nv)
+    quotient = _correct(x * reciprocal, x, scale, reciprocal)
+    return _correct(quotient, x, scale, reciprocal).to(tl.float8e4nv)
 
 
 @jit
-def encode_fp32(x: Any, scale: Any) -> Any:
-    """Return E4M3 codes of any FP32 values: as `encode`, with a division an element.
-
-    Args:
-        x: FP32.
-        scale: FP32, from `region_scale`, of a shape that broadcasts to that of `x`.
-    """
-    quotient = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
-    if INTERPRETED:
-        return _round_e4m3(quotient)
-    return quotient.to(tl.float8e4nv)
+def _correct(
+    quotient: tl.tensor, x: tl.tensor, scale: tl.tensor, reciprocal: tl.tensor
+) -> tl.tensor:
+    """Return a quotient x / scale, less its error; -0 and infinite scales included."""
+    # For an infinite scale the quotient is 0, and 0 * infinity must not become NaN.
+    divisor = tl.broadcast_to(tl.where(scale == float("inf"), 0.0, scale), x.shape)
+    # Times -1 and not `-`, which Triton takes for `0 -`: the signs of zeros matter.
+    minus = tl.broadcast_to(reciprocal * -1.0, x.shape)
+    excess = tl.fma(quotient, divisor, x * -1.0)
+    return tl.fma(excess, minus, quotient)
 
 
 @jit
-def round_bf16(x: Any) -> Any:
+def round_bf16(x: tl.tensor) -> tl.tensor:
     """Return FP32 values rounded to BF16 (nearest even), still in FP32."""
     if INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
@@ -140,7 +166,7 @@ def round_bf16(x: Any) -> Any:
 
 
 @jit
-def _round_e4m3(x: Any) -> Any:
+def _round_e4m3(x: tl.tensor) -> tl.tensor:
     bits = x.to(tl.int32, bitcast=True)
     sign, bits = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
     # Normal: add half a step, less one where the result is even; rebias the exponent.
