@@ -83,7 +83,7 @@ def region_scale(
         FLOOR: The smallest amax that a scale is made from; at least `SMALLEST_FLOOR`.
         UE8M0: Whether the scale is rounded up to a power of two.
     """
-    amax = tl.where(amax < FLOOR, FLOOR, amax)  # false for a NaN
+    amax = tl.maximum(amax, FLOOR, propagate_nan=tl.PropagateNan.ALL)
     if INTERPRETED:
         scale = tl.div_rn(amax, 448.0)
     else:
@@ -118,7 +118,59 @@ def encode(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """
     if INTERPRETED:
         return _round_e4m3(tl.div_rn(x, scale))
-    return _correct(x * (1.0 / scale), x, scale, 1.0 / scale).to(tl.float8e4nv)
+    return _quotient(x, scale).to(tl.float8e4nv)
+
+
+@jit
+def encode_words(
+    x0: tl.tensor, x1: tl.tensor, x2: tl.tensor, x3: tl.tensor, scale: tl.tensor
+) -> tl.tensor:
+    """Return the codes of four tensors packed in int32, the first in the lowest byte.
+
+    Where these are four rows of a matrix, the words are 4 adjacent codes of its
+    transpose, and cost no more instructions than a cast.
+
+    Args:
+        x0: As `x` of `encode`.
+        x1: The same.
+        x2: The same.
+        x3: The same.
+        scale: As in `encode`.
+    """
+    if INTERPRETED:
+        low = _byte(encode(x0, scale)) | (_byte(encode(x1, scale)) << 8)
+        high = _byte(encode(x2, scale)) | (_byte(encode(x3, scale)) << 8)
+        return low | (high << 16)
+    return _pack(
+        _quotient(x0, scale),
+        _quotient(x1, scale),
+        _quotient(x2, scale),
+        _quotient(x3, scale),
+    )
+
+
+@jit
+def _pack(q0: tl.tensor, q1: tl.tensor, q2: tl.tensor, q3: tl.tensor) -> tl.tensor:
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+        }
+        """,
+        "=r,f,f,f,f",
+        [q0, q1, q2, q3],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@jit
+def _byte(code: tl.tensor) -> tl.tensor:
+    return code.to(tl.uint8, bitcast=True).to(tl.int32)
 
 
 @jit
@@ -140,6 +192,20 @@ def encode_fp32(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     reciprocal = tl.div_rn(1.0, scale)
     quotient = _correct(x * reciprocal, x, scale, reciprocal)
     return _correct(quotient, x, scale, reciprocal).to(tl.float8e4nv)
+
+
+@jit
+def _quotient(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    # An error of at most 1 unit in the last place, and 0 for infinity.
+    reciprocal = tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;",
+        "=f,f",
+        [scale],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+    return _correct(x * reciprocal, x, scale, reciprocal)
 
 
 @jit

@@ -16,7 +16,6 @@ fall into a CUDA graph capture, and the kernels wait for memory, not for arithme
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from jetrl_compile.kernels.triton_common import (
     absmax,
     cannot_run,
     encode,
+    encode_words,
     jit,
     magnitude,
     on_device,
@@ -47,14 +47,14 @@ Region = tuple[int, int]
 
 @partial(jit, do_not_specialize=["R"])
 def _rows_kernel(
-    x: Any,
-    x_stride: Any,
-    codes: Any,
-    codes_stride: Any,
-    scales: Any,
-    scales_stride: Any,
-    R: Any,
-    C: Any,
+    x: tl.tensor,
+    x_stride: tl.tensor,
+    codes: tl.tensor,
+    codes_stride: tl.tensor,
+    scales: tl.tensor,
+    scales_stride: tl.tensor,
+    R: tl.tensor,
+    C: tl.tensor,
     FLOOR: tl.constexpr,
     UE8M0: tl.constexpr,
     EVEN: tl.constexpr,
@@ -78,18 +78,18 @@ def _rows_kernel(
 
 @partial(jit, do_not_specialize=["R"])
 def _tile_kernel(
-    x: Any,
-    x_stride: Any,
-    codes: Any,
-    codes_stride: Any,
-    scales: Any,
-    scales_stride: Any,
-    codes_t: Any,
-    codes_t_stride: Any,
-    scales_t: Any,
-    scales_t_stride: Any,
-    R: Any,
-    C: Any,
+    x: tl.tensor,
+    x_stride: tl.tensor,
+    codes: tl.tensor,
+    codes_stride: tl.tensor,
+    scales: tl.tensor,
+    scales_stride: tl.tensor,
+    codes_t: tl.tensor,
+    codes_t_stride: tl.tensor,
+    scales_t: tl.tensor,
+    scales_t_stride: tl.tensor,
+    R: tl.tensor,
+    C: tl.tensor,
     FLOOR: tl.constexpr,
     UE8M0: tl.constexpr,
     EVEN: tl.constexpr,
@@ -142,51 +142,31 @@ def _tile_kernel(
 
     if TURNED == _BLOCKS:
         tl.store(scales_t + tile_c * scales_t_stride + tile_r, block_scale)
-        word = encode_word(x0, x1, x2, x3, block_scale)
+        word = encode_words(x0, x1, x2, x3, block_scale)
     if TURNED == _GROUPS:
         scale = region_scale(top.to(tl.float32, bitcast=True), FLOOR, UE8M0)
         tl.store(scales_t + tile_r * scales_t_stride + col, scale, mask=col < C)
-        word = encode_word(x0, x1, x2, x3, scale[None, :])
+        word = encode_words(x0, x1, x2, x3, scale[None, :])
     if TURNED != _NONE:
         store_turned(word, codes_t, codes_t_stride, tile_r, tile_c, R, C, EVEN)
 
 
 @jit
-def load(at: Any, inside: Any, EVEN: tl.constexpr) -> Any:
+def load(at: tl.tensor, inside: tl.tensor, EVEN: tl.constexpr) -> tl.tensor:
     """Return values of the source in FP32, rounded to BF16; 0 outside."""
     value = tl.load(at) if EVEN else tl.load(at, mask=inside, other=0.0)
     return round_bf16(value) if value.dtype == tl.float32 else value.to(tl.float32)
 
 
 @jit
-def encode_word(x0: Any, x1: Any, x2: Any, x3: Any, scale: Any) -> Any:
-    """Return the codes of four tiles with one scale, packed."""
-    return pack(
-        encode(x0, scale), encode(x1, scale), encode(x2, scale), encode(x3, scale)
-    )
-
-
-@jit
-def pack(c0: Any, c1: Any, c2: Any, c3: Any) -> Any:
-    """Return words of four codes, the first in the lowest byte: int32."""
-    low = _byte(c0) | (_byte(c1) << 8)
-    return low | (_byte(c2) << 16) | (_byte(c3) << 24)
-
-
-@jit
-def _byte(code: Any) -> Any:
-    return code.to(tl.uint8, bitcast=True).to(tl.int32)
-
-
-@jit
 def store_turned(
-    word: Any,
-    codes_t: Any,
-    codes_t_stride: Any,
-    tile_r: Any,
-    tile_c: Any,
-    R: Any,
-    C: Any,
+    word: tl.tensor,
+    codes_t: tl.tensor,
+    codes_t_stride: tl.tensor,
+    tile_r: tl.tensor,
+    tile_c: tl.tensor,
+    R: tl.tensor,
+    C: tl.tensor,
     EVEN: tl.constexpr,
 ) -> None:
     """Store a tile of packed codes into its place in the transpose.
@@ -214,7 +194,12 @@ def store_turned(
 
 @jit
 def _store(
-    at: Any, code: Any, row: Any, in_col: Any, R: Any, EVEN: tl.constexpr
+    at: tl.tensor,
+    code: tl.tensor,
+    row: tl.tensor,
+    in_col: tl.tensor,
+    R: tl.tensor,
+    EVEN: tl.constexpr,
 ) -> None:
     if EVEN:
         tl.store(at, code)
@@ -224,12 +209,12 @@ def _store(
 
 @jit
 def _store_groups(
-    value: Any,
-    at: Any,
-    scale_at: Any,
-    row: Any,
-    in_col: Any,
-    R: Any,
+    value: tl.tensor,
+    at: tl.tensor,
+    scale_at: tl.tensor,
+    row: tl.tensor,
+    in_col: tl.tensor,
+    R: tl.tensor,
     FLOOR: tl.constexpr,
     UE8M0: tl.constexpr,
     EVEN: tl.constexpr,
