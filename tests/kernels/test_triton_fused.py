@@ -1,0 +1,361 @@
+"""The fused Triton kernels against their reference: interpreted, and on the GPU.
+
+The BF16 matrix that a kernel quantizes is read back (`kept`): codes and scales must be
+the reference's of that matrix, bit for bit, and the matrix PyTorch's but for last bits.
+"""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from jetrl_compile.kernels import (
+    reference,
+    reference_fused,
+    triton_common,
+    triton_norm,
+    triton_silu,
+)
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+WHY_NOT = triton_common.triton_missing()
+if WHY_NOT is None and not ON_GPU and not triton_common.interpreted():
+    WHY_NOT = "no GPU, and triton was imported before TRITON_INTERPRET=1 was set"
+pytestmark = [
+    pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
+    # NumPy, in the interpreter, warns of infinities and NaN.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+EPS, FLOOR = 1e-6, 1e-10
+GROUP, BLOCK = (1, 128), (128, 128)
+NONE = (-1, 128)
+SHAPES = [(0, 128), (1, 128), (3, 576), (130, 192), (128, 256), (5, 640)]
+ROWS = [0, 1, 2, 3, 7, 8, 16, 100, 128, 129, 1000]
+COLS = [576, 1536, 3584, 4096, 4608, 12288, 18944]
+
+
+def normal(*shape: int, seed: int = 0, std: float = 1.0) -> Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    x = torch.randn(shape, generator=generator, device=DEVICE)
+    return x.mul_(std).bfloat16()
+
+
+def halves(rows: int, cols: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Gate and up as a fused GEMM returns them: halves of the columns of a buffer."""
+    both = normal(rows, 2 * cols, seed=seed, std=3.0)
+    return both[:, :cols], both[:, cols:]
+
+
+def empty(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bits of codes or of BF16 or FP32 values, with one NaN."""
+    kinds = {1: (torch.uint8, 0x7F), 2: (torch.int16, 0x7FC0), 4: (torch.int32, -1)}
+    kind, nan = kinds[x.element_size()]
+    return x.contiguous().view(kind).masked_fill(x.float().isnan(), nan)
+
+
+def same(got: Tensor, wanted: Tensor) -> bool:
+    return got.dtype == wanted.dtype and torch.equal(bits(got), bits(wanted))
+
+
+def check_quantized(
+    got: tuple[Tensor, ...],
+    matrix: Tensor,
+    region: tuple[int, int],
+    transpose: bool = False,
+    scale_format: str = "fp32",
+) -> None:
+    codes, scales = got
+    wanted = reference.quantize(matrix, *region, transpose, scale_format, FLOOR)
+    assert same(scales, wanted[1])
+    assert same(codes, wanted[0])
+    if codes.numel():
+        assert codes.stride() == (-(-codes.shape[1] // 16) * 16, 1)
+        aligned = -(-scales.shape[0] // 4) * 4
+        assert scales.stride()[:1] == ((1,) if region[0] == 1 else scales.shape[1:])
+        assert region[0] != 1 or scales.shape[1] == 1 or scales.stride(1) == aligned
+
+
+def check_near(got: Tensor, wanted: Tensor, rare: float = 2e-3) -> None:
+    """At most two last bits of BF16 apart, and seldom at all."""
+    assert torch.equal(got.isnan(), wanted.isnan())
+    ordered = [
+        torch.where(b < 0, -(b & 0x7FFF), b)
+        for b in (bits(got).int(), bits(wanted).int())
+    ]
+    steps = (ordered[0] - ordered[1]).abs()
+    if steps.numel():
+        assert steps.max().item() <= 2
+        assert (steps > 0).float().mean().item() <= rare + 2 / steps.numel()
+
+
+def check_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    turned: tuple[int, int] = BLOCK,
+    scale_format: str = "fp32",
+) -> None:
+    weight = normal(x.shape[-1], seed=3)
+    args = (x, residual, weight, EPS, *GROUP, *turned, scale_format, FLOOR)
+    assert triton_norm.rms_norm_quantize_rejects(*args) is None
+    kept = empty(x.numel() // x.shape[-1], x.shape[-1])
+    made = triton_norm.rms_norm_quantize(*args, kept=kept)
+    assert all(map(same, made, triton_norm.rms_norm_quantize(*args)))
+    total = x if residual is None else x + residual
+    assert same(made[5], x.new_empty(0) if residual is None else total)
+    y, rstd = reference_fused.rms_norm(total, weight, EPS)
+    torch.testing.assert_close(made[4], rstd, rtol=1e-6, atol=0, equal_nan=True)
+    check_near(kept, y.reshape(kept.shape))
+    check_quantized(made[:2], kept, GROUP, False, scale_format)
+    if turned == NONE:
+        assert made[2].shape == made[3].shape == (0, 0)
+    else:
+        check_quantized(made[2:4], kept, turned, True, scale_format)
+    remade = empty(*kept.shape)
+    args_2 = (total, made[4], weight, *GROUP, False, scale_format, FLOOR)
+    assert triton_norm.scale_rows_quantize_rejects(*args_2) is None
+    straight = triton_norm.scale_rows_quantize(*args_2, kept=remade)
+    assert same(remade, kept)
+    assert all(map(same, straight, made))
+
+
+def check_silu(
+    gate: Tensor,
+    up: Tensor,
+    turned: tuple[int, int] = BLOCK,
+    straight: tuple[int, int] = GROUP,
+    scale_format: str = "fp32",
+) -> None:
+    args = (gate, up, *straight, *turned, scale_format, FLOOR)
+    assert triton_silu.silu_mul_quantize_rejects(*args) is None
+    kept = empty(gate.numel() // gate.shape[-1], gate.shape[-1])
+    made = triton_silu.silu_mul_quantize(*args, kept=kept)
+    assert all(map(same, made, triton_silu.silu_mul_quantize(*args)))
+    check_near(kept, (reference_fused.silu(gate) * up).reshape(kept.shape))
+    check_quantized(made[:2], kept, straight, False, scale_format)
+    if turned == NONE:
+        assert made[2].shape == made[3].shape == (0, 0)
+    else:
+        check_quantized(made[2:], kept, turned, True, scale_format)
+
+
+def check_backward(
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    regions: tuple[tuple[int, int], ...] = (GROUP, GROUP, BLOCK),
+    scale_format: str = "fp32",
+) -> None:
+    (straight, turned, remade), (rows, cols) = (
+        regions,
+        dy.reshape(-1, dy.shape[-1]).shape,
+    )
+    args = (dy, gate, up, *scales, *straight, *turned, *remade, scale_format, FLOOR)
+    assert triton_silu.silu_mul_backward_quantize_rejects(*args) is None
+    kept, kept_x = empty(rows, 2 * cols), empty(rows, cols)
+    made = triton_silu.silu_mul_backward_quantize(*args, kept=kept, kept_x=kept_x)
+    assert all(map(same, made, triton_silu.silu_mul_backward_quantize(*args)))
+    if scales[0] is not None and scales[1] is not None:
+        gate = reference.dequantize(gate, scales[0], 1, 128, torch.bfloat16)
+        up = reference.dequantize(up, scales[1], 1, 128, torch.bfloat16)
+    gradients = torch.cat(reference_fused.silu_mul_backward(dy, gate, up), -1)
+    check_near(kept, gradients.reshape(kept.shape))
+    check_near(kept_x, (reference_fused.silu(gate) * up).reshape(kept_x.shape))
+    check_quantized(made[:2], kept, straight, False, scale_format)
+    check_quantized(made[2:4], kept, turned, True, scale_format)
+    check_quantized(made[4:], kept_x, remade, True, scale_format)
+
+
+@pytest.mark.parametrize(("rows", "cols"), SHAPES)
+@pytest.mark.parametrize("turned", [GROUP, BLOCK, NONE])
+def test_norm(rows: int, cols: int, turned: tuple[int, int]) -> None:
+    x = normal(rows, cols)
+    check_norm(x, None, turned)
+    check_norm(x, normal(rows, cols, seed=2), turned, "ue8m0")
+
+
+@pytest.mark.parametrize(("rows", "cols"), SHAPES)
+@pytest.mark.parametrize("turned", [GROUP, BLOCK, NONE])
+def test_silu(rows: int, cols: int, turned: tuple[int, int]) -> None:
+    check_silu(*halves(rows, cols), turned)
+
+
+def test_silu_in_blocks_and_powers_of_two() -> None:
+    check_silu(*halves(130, 192), GROUP, BLOCK, "ue8m0")
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(0, 128), (1, 128), (130, 256)])
+@pytest.mark.parametrize("regions", [(GROUP, GROUP, BLOCK), (BLOCK, BLOCK, GROUP)])
+def test_backward(rows: int, cols: int, regions: tuple[tuple[int, int], ...]) -> None:
+    dy = normal(rows, cols, seed=2)
+    check_backward(dy, *halves(rows, cols), regions=regions)
+
+
+def kept_codes(rows: int, cols: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes and scales of gate and up, column slices of those of a fused GEMM."""
+    both = normal(rows, 2 * cols, seed=1, std=3.0)
+    codes, scales = reference.quantize(both, *GROUP, False, "fp32", FLOOR)
+    scales = scales.t().contiguous().t()
+    groups = cols // 128
+    return codes[:, :cols], codes[:, cols:], scales[:, :groups], scales[:, groups:]
+
+
+def test_backward_from_kept_codes() -> None:
+    gate, up, *scales = kept_codes(130, 256)
+    dy = normal(130, 256, seed=2)
+    check_backward(dy, gate, up, (scales[0], scales[1]), scale_format="ue8m0")
+    row_major = (scales[0].contiguous(), scales[1].contiguous())
+    check_backward(dy, gate, up, row_major)
+
+
+def test_three_dimensions() -> None:
+    x, residual = normal(2, 3, 256), normal(2, 3, 256, seed=2)
+    check_norm(x, residual)
+    both = normal(2, 3, 512, seed=1)
+    check_silu(both[..., :256], both[..., 256:])
+    check_backward(x, both[..., :256], both[..., 256:])
+
+
+def test_rows_that_lie_apart() -> None:
+    wide = normal(5, 520)
+    check_norm(wide[:, :256], wide[:, 256:512])
+    check_norm(wide[:, 3:259], wide[:, 200:456])
+    check_norm(normal(256, 5).t(), None)
+
+
+def test_nan_and_infinity() -> None:
+    x = normal(130, 256)
+    x[1, 5], x[2, 200], x[129, 0] = float("nan"), float("inf"), float("-inf")
+    x[3] = 0
+    for turned in (GROUP, BLOCK):
+        check_norm(x, None, turned)
+        check_norm(x, normal(130, 256, seed=2), turned)
+    gate, up = halves(130, 256)
+    check_silu(x, up)
+    check_silu(gate, x, GROUP)
+    # Not in all three: which NaN an operation returns is the hardware's choice.
+    check_backward(x, gate, up)
+    check_backward(normal(130, 256, seed=2), gate, x)
+
+
+def test_extreme_gates() -> None:
+    gate, up = halves(4, 128)
+    gate[0], gate[1], gate[2] = -80.0, 80.0, 3e38
+    gate[3, ::2] = -3e38
+    check_silu(gate, up)
+    check_backward(normal(4, 128, seed=2), gate, up)
+
+
+def test_row_sums_split() -> None:
+    assert [triton_norm.split_groups(n) for n in (1, 5, 28, 32, 36, 40, 148)] == [
+        (1, 0),
+        (4, 1),
+        (32, 0),
+        (32, 0),
+        (32, 4),
+        (32, 8),
+        (128, 32),
+    ]
+
+
+def test_rejected_with_the_reason() -> None:
+    x = normal(4, 256)
+    weight = x[0]
+
+    def norm(x: Tensor, rows: int = 1, cols: int = 128) -> str:
+        why = triton_norm.rms_norm_quantize_rejects(
+            x, None, weight, EPS, rows, cols, -1, 0, "fp32", FLOOR
+        )
+        return str(why)
+
+    assert "not BF16" in norm(x.float())
+    assert "1x128" in norm(x, 128)
+    assert "columns" in norm(normal(1, triton_norm.MAX_COLS + 1))
+
+    def silu(rows_t: int, floor: float = FLOOR) -> str:
+        why = triton_silu.silu_mul_quantize_rejects(
+            x, x, *GROUP, rows_t, 128, "fp32", floor
+        )
+        return str(why)
+
+    assert "2x128" in silu(2)
+    assert "floor" in silu(1, 1e-30)
+
+    def backward(dy: Tensor, scales: Tensor | None) -> str:
+        why = triton_silu.silu_mul_backward_quantize_rejects(
+            dy, dy, dy, scales, None, *GROUP, *GROUP, *GROUP, "fp32", FLOOR
+        )
+        return str(why)
+
+    assert "multiple of 128" in backward(x[:, :200], None)
+    assert "e4m3" in backward(x, x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", COLS)
+def test_any_rows_on_the_gpu(cols: int) -> None:
+    x, residual = normal(1000, cols), normal(1000, cols, seed=2)
+    gate, up = halves(1000, cols)
+    weight = normal(cols, seed=3)
+    norm = (weight, EPS, *GROUP, -1, 0, "fp32", FLOOR)
+    silu = (*GROUP, -1, 0, "fp32", FLOOR)
+    whole = triton_norm.rms_norm_quantize(x, residual, *norm)
+    whole_silu = triton_silu.silu_mul_quantize(gate, up, *silu)
+    for rows in ROWS:
+        part = triton_norm.rms_norm_quantize(x[-rows:], residual[-rows:], *norm)
+        for i in (0, 1, 4, 5):
+            assert rows == 0 or same(part[i], whole[i][-rows:])
+        part_silu = triton_silu.silu_mul_quantize(gate[-rows:], up[-rows:], *silu)
+        for i in (0, 1):
+            assert rows == 0 or same(part_silu[i], whole_silu[i][-rows:])
+        for turned in (GROUP, BLOCK):
+            check_norm(x[:rows], residual[:rows], turned)
+            check_silu(gate[:rows], up[:rows], turned)
+            if cols % 128 == 0:
+                regions = (GROUP, turned, BLOCK)
+                check_backward(x[:rows], gate[:rows], up[:rows], regions=regions)
+    check_norm(x, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("std", [1e-6, 1e-2, 1e4])
+def test_magnitudes_on_the_gpu(std: float) -> None:
+    x, residual = normal(256, 4096, std=std), normal(256, 4096, seed=2, std=std)
+    check_norm(x, residual)
+    gate, up = halves(256, 4096)
+    for scale_format in ("fp32", "ue8m0"):
+        check_silu(gate, x, scale_format=scale_format)
+        check_backward(x, gate, up, scale_format=scale_format)
+    codes = kept_codes(256, 4096)
+    check_backward(x, codes[0], codes[1], (codes[2], codes[3]))
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits() -> None:
+    rows, cols = 57344, 18944
+    both = torch.empty(rows, 2 * cols, dtype=torch.bfloat16, device=DEVICE)
+    both[:-128] = 1.0
+    both[-128:] = normal(128, 2 * cols)
+    gate, up = both[:, :cols], both[:, cols:]
+    args = (*GROUP, *GROUP, *BLOCK, "fp32", FLOOR)
+    dy = both.view(2 * rows, cols)[rows:]
+    made = triton_silu.silu_mul_backward_quantize(dy, gate, up, None, None, *args)
+    last = triton_silu.silu_mul_backward_quantize(
+        dy[-128:], gate[-128:], up[-128:], None, None, *args
+    )
+    assert same(made[0][-128:], last[0])
+    assert same(made[1][-128:], last[1])
+    assert same(made[2][:, -128:], last[2])
+    assert same(made[3][:, -1:], last[3])
+    assert same(made[4][:, -128:], last[4])
+    assert same(made[5][:, -1:], last[5])
