@@ -52,6 +52,23 @@ class ProviderInfo:
 
 
 @dataclass(frozen=True)
+class OrderInfo:
+    """The order in which providers are tried unless the user names one.
+
+    Attributes:
+        device_type: "cuda", or "" for any other device.
+        gemms: Which GEMMs it holds for: "all", or a measured class.
+        order: Names, the preferred one first.
+        measured: Device, date and numbers of a measured class; "" for the default.
+    """
+
+    device_type: str
+    gemms: str
+    order: tuple[str, ...]
+    measured: str = ""
+
+
+@dataclass(frozen=True)
 class RecipeInfo:
     """A registered recipe.
 
@@ -82,6 +99,7 @@ class Diagnosis:
         backend: Why torch.compile does not know backend="jetrl"; "" if it does.
         providers: Every registered provider.
         recipes: Every registered recipe.
+        orders: Which provider is tried first, by device and class of GEMMs.
     """
 
     python: str
@@ -93,6 +111,7 @@ class Diagnosis:
     backend: str
     providers: tuple[ProviderInfo, ...]
     recipes: tuple[RecipeInfo, ...]
+    orders: tuple[OrderInfo, ...]
 
 
 def diagnose() -> Diagnosis:
@@ -122,7 +141,24 @@ def diagnose() -> Diagnosis:
             for status in provider_statuses()
         ),
         tuple(RecipeInfo(r.name, r.train, r.rollout, r.description) for r in recipes),
+        _orders(),
     )
+
+
+def _orders() -> tuple[OrderInfo, ...]:
+    from jetrl_compile.kernels.dispatch import MEASURED, ORDERS
+
+    by_class = [
+        OrderInfo(
+            known.device_type,
+            f"{known.name}: {', '.join(known.roles)} of {known.tokens[0]} to "
+            f"{known.tokens[1]} tokens",
+            known.order,
+            known.measured,
+        )
+        for known in MEASURED
+    ]
+    return (*by_class, *(OrderInfo(kind, "all", o) for kind, o in ORDERS.items()))
 
 
 def package_version(name: str) -> str:

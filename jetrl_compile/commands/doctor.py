@@ -54,6 +54,13 @@ def _print(found: "Diagnosis") -> None:
     out.print()
     out.print(table)
 
+    table = Table("on", "GEMMs", "providers, in this order", "", box=None)
+    for order in found.orders:
+        names = ", ".join(order.order)
+        table.add_row(order.device_type or "else", order.gemms, names, order.measured)
+    out.print()
+    out.print(table)
+
     table = Table("recipe", "train", "rollout", "", box=None)
     for recipe in found.recipes:
         precisions = ("FP8" if on else "BF16" for on in (recipe.train, recipe.rollout))

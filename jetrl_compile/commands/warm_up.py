@@ -1,0 +1,113 @@
+"""`jetrl warm-up`: compile the GEMM kernels of a model before it runs."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jetrl_compile.commands._terminal import progress
+
+if TYPE_CHECKING:
+    from jetrl_compile.kernels.warm_up import WarmUp
+
+FAILED = 1
+MAX_LINES = 8
+
+
+def command(
+    config_dir: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG_DIR", help="A folder with a Hugging Face config.json."
+        ),
+    ],
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Tokens of a batch; may be given several times."),
+    ] = None,
+    recipe: Annotated[
+        str, typer.Option(metavar="NAME", help="`jetrl doctor` lists the recipes.")
+    ] = "jetrl",
+    backward: Annotated[
+        bool, typer.Option(help="Include the GEMMs of backward.")
+    ] = True,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=0, help="Processes that compile; default one a core."),
+    ] = None,
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where DeepGEMM keeps its kernels."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the GEMMs and compile nothing.")
+    ] = False,
+) -> None:
+    """Compile DeepGEMM's kernels for a model's GEMMs, into a folder that stays."""
+    with progress("loading"):
+        from jetrl_compile.gemm_shapes import shapes_of_config
+        from jetrl_compile.kernels.warm_up import CACHE_VARIABLE, calls_of, warm_up
+    with progress(f"tracing {config_dir}") as step:
+        shapes = shapes_of_config(
+            config_dir,
+            tokens or [8192],
+            recipe=recipe,
+            backward=backward,
+            progress=step,
+        )
+    if dry_run:
+        calls, rejected = calls_of(shapes)
+        for call in calls:
+            typer.echo(str(call))
+        _print_pairs("not by deep_gemm", rejected)
+        return
+    with _bar() as show:
+        done = warm_up(shapes, jobs=jobs, into=cache_dir, progress=show)
+    _print(done)
+    if cache_dir is not None:
+        typer.echo(f"export {CACHE_VARIABLE}={done.cache_dir}")
+    if done.failed:
+        raise typer.Exit(FAILED)
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int, int, str], None]]:
+    """Show a bar on a terminal's standard error, a line a step elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda done, total, what: typer.echo(f"{done}/{total} {what}", err=True)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeElapsedColumn as Elapsed
+
+    columns = (
+        TextColumn("compiling"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        Elapsed(),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total, what: bar.update(
+            task, completed=done, total=total, description=what
+        )
+
+
+def _print(done: "WarmUp") -> None:
+    typer.echo(
+        f"{done.calls} GEMMs: {done.compiled} kernels compiled in {done.seconds:.0f} "
+        f"s, {done.cached} were there; in {done.cache_dir}"
+    )
+    _print_pairs("not by deep_gemm", done.rejected)
+    _print_pairs("failed", done.failed)
+
+
+def _print_pairs(title: str, pairs: tuple[tuple[str, str], ...]) -> None:
+    for what, why in pairs[:MAX_LINES]:
+        typer.echo(f"{title}: {what}: {why}")
+    if len(pairs) > MAX_LINES:
+        typer.echo(f"{title}: {len(pairs) - MAX_LINES} more")

@@ -1,0 +1,226 @@
+"""Compile DeepGEMM's kernels before the first real call, several at once.
+
+DeepGEMM compiles a kernel with nvcc at its first use, which takes 5 to 14 seconds and
+cannot happen while a CUDA graph is captured. Which kernel a GEMM needs follows from all
+its sizes, the number of tokens included, so each GEMM is simply called once on memory
+of its size, by worker processes that each have a CUDA context of their own (about 0.5
+GiB of GPU memory, and the GEMM's operands). What is compiled stays in a folder, the
+variable `DG_JIT_CACHE_DIR`, else ~/.deep_gemm, for later processes with the same
+DeepGEMM, at the same path, and the same nvcc.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+from jetrl_compile.errors import ProviderError, one_line
+from jetrl_compile.kernels.layouts import empty_quantized
+from jetrl_compile.kernels.provider import GemmShape
+from jetrl_compile.kernels.provider_deep_gemm import COMPILED_DIMS, DEEP_GEMM
+
+CACHE_VARIABLE = "DG_JIT_CACHE_DIR"
+MAX_WORKERS = 16
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Call:
+    """One GEMM, as DeepGEMM sees it.
+
+    Attributes:
+        m: Rows of `a`.
+        n: Rows of `b`.
+        k: The contraction.
+        b_rows: Rows of a region of `b`: 1 or 128.
+        out_dtype: Short name of the result's dtype.
+    """
+
+    m: int
+    n: int
+    k: int
+    b_rows: int = 128
+    out_dtype: str = "bf16"
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.n}x{self.k}, b by {self.b_rows}x128, {self.out_dtype}"
+
+    def run(self) -> None:
+        """Run it on uninitialized memory of the current GPU and wait for it."""
+        device = torch.device("cuda")
+        a = empty_quantized((self.m, self.k), 1, 128, device)
+        b = empty_quantized((self.n, self.k), self.b_rows, 128, device)
+        dtype = _DTYPES[self.out_dtype]
+        DEEP_GEMM.gemm(*a, *b, 1, 128, self.b_rows, 128, dtype)
+        torch.cuda.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """What a warm-up did.
+
+    Attributes:
+        calls: How many different GEMMs were run.
+        compiled: How many kernels are new in the cache folder.
+        cached: How many kernels it held before.
+        rejected: GEMMs that DeepGEMM does not run, each with the reason.
+        failed: GEMMs that raised, each with the message.
+        seconds: How long it took.
+        cache_dir: The folder.
+    """
+
+    calls: int
+    compiled: int
+    cached: int
+    rejected: tuple[tuple[str, str], ...]
+    failed: tuple[tuple[str, str], ...]
+    seconds: float
+    cache_dir: Path
+
+
+def calls_of(
+    shapes: Iterable[GemmShape],
+) -> tuple[list[Call], tuple[tuple[str, str], ...]]:
+    """Return the different DeepGEMM calls of GEMMs, and which are none, with reasons.
+
+    Raises:
+        ProviderError: A GEMM's number of tokens, N or K is not known.
+    """
+    calls: set[Call] = set()
+    rejected: dict[str, str] = {}
+    for shape in shapes:
+        m, n, k = shape.sizes
+        if m is None or n is None or k is None or min(m, n, k) < 0:
+            raise ProviderError(
+                f"a kernel cannot be compiled for {shape}: a size is not known; give "
+                "the number of tokens"
+            )
+        why = DEEP_GEMM.rejects(shape)
+        if why is not None:
+            rejected[str(shape)] = why
+        elif min(m, n, k) > 0:
+            assert shape.b.granularity is not None
+            calls.add(Call(m, n, k, shape.b.granularity.rows, shape.out_dtype))
+    return sorted(calls), tuple(rejected.items())
+
+
+def cache_dir() -> Path:
+    """Return the folder in which DeepGEMM keeps its kernels."""
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".deep_gemm")
+
+
+def warm_up(
+    shapes: Iterable[GemmShape],
+    *,
+    jobs: int | None = None,
+    into: Path | None = None,
+    progress: Progress | None = None,
+) -> WarmUp:
+    """Compile what DeepGEMM needs for GEMMs.
+
+    Args:
+        shapes: The GEMMs, with their number of tokens and device type "cuda".
+        jobs: Worker processes; default: one a CPU core, at most 16. 0: none, the calls
+            are made one after the other in this process.
+        into: The cache folder; default: `cache_dir()`. The variable is set for this
+            process too.
+        progress: Called with the calls done, all calls, and the last one.
+
+    Raises:
+        ProviderError: DeepGEMM cannot run here, a size is not known, or DeepGEMM has
+            already been told another folder in this process.
+    """
+    start = time.perf_counter()
+    calls, rejected = calls_of(shapes)
+    why = DEEP_GEMM.usable()
+    if why is not None:
+        raise ProviderError(f"deep_gemm cannot be warmed up: {why}")
+    if into is not None:
+        _use_folder(into.expanduser().absolute())
+    before = _kernels()
+    failed = _run(calls, jobs, progress or (lambda *_: None))
+    return WarmUp(
+        len(calls),
+        len(_kernels() - before),
+        len(before),
+        rejected,
+        tuple(failed),
+        time.perf_counter() - start,
+        cache_dir(),
+    )
+
+
+def _use_folder(folder: Path) -> None:
+    if "deep_gemm" in sys.modules and folder != cache_dir().absolute():
+        raise ProviderError(
+            f"deep_gemm is imported and keeps its kernels in {cache_dir()}, not in "
+            f"{folder}; set {CACHE_VARIABLE} before the process starts"
+        )
+    os.environ[CACHE_VARIABLE] = str(folder)
+
+
+def _kernels() -> set[str]:
+    folder = cache_dir() / "cache"
+    return set(os.listdir(folder)) if folder.is_dir() else set()
+
+
+def _run(
+    calls: Sequence[Call], jobs: int | None, progress: Progress
+) -> list[tuple[str, str]]:
+    groups = _groups(calls)
+    workers = min(MAX_WORKERS, os.cpu_count() or 1) if jobs is None else jobs
+    failed: list[tuple[str, str]] = []
+    done = 0
+    if workers < 1:
+        for group in groups:
+            failed += _run_group(group)
+            done += len(group)
+            progress(done, len(calls), str(group[-1]))
+        return failed
+    # Spawned, since a process that has a CUDA context cannot be forked.
+    with ProcessPoolExecutor(
+        min(workers, max(len(groups), 1)), mp_context=get_context("spawn")
+    ) as pool:
+        pending = {pool.submit(_run_group, group): group for group in groups}
+        for future in as_completed(pending):
+            group = pending[future]
+            try:
+                failed += future.result()
+            except Exception as error:  # a worker died: of memory, say
+                failed += [(str(call), one_line(error)) for call in group]
+            done += len(group)
+            progress(done, len(calls), str(group[-1]))
+    return failed
+
+
+def _groups(calls: Sequence[Call]) -> list[tuple[Call, ...]]:
+    """Keep together what may need one kernel, so that no two workers compile it.
+
+    Its compiled sizes are the rows of `b`; with them and `a`'s rows equal, the
+    contraction alone seldom changes the tile. The largest groups come first.
+    """
+    assert COMPILED_DIMS == "n"
+    groups: dict[tuple[int, ...], list[Call]] = {}
+    for call in calls:
+        kind = int(call.b_rows == 1 or call.out_dtype == "fp32")
+        groups.setdefault((kind, call.n, call.m), []).append(call)
+    return sorted(map(tuple, groups.values()), key=len, reverse=True)
+
+
+def _run_group(group: Sequence[Call]) -> list[tuple[str, str]]:
+    """Run calls one after the other; return those that raised, with the message."""
+    failed = []
+    for call in group:
+        try:
+            call.run()
+        except Exception as error:  # DeepGEMM raises RuntimeError for all it asserts
+            failed.append((str(call), one_line(error)))
+        torch.cuda.empty_cache()
+    return failed

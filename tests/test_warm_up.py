@@ -1,0 +1,176 @@
+"""Which GEMMs a model runs, and how DeepGEMM is warmed up for them."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3Config
+from typer.testing import CliRunner
+
+from jetrl_compile import cli, formats
+from jetrl_compile.errors import ProviderError
+from jetrl_compile.gemm_shapes import shapes_of_config
+from jetrl_compile.kernels import warm_up as module
+from jetrl_compile.kernels.dispatch import GemmShape
+from jetrl_compile.kernels.provider_deep_gemm import DEEP_GEMM
+from jetrl_compile.kernels.warm_up import Call, calls_of, warm_up
+
+FPROP = GemmShape(
+    "fprop", 256, 128, formats.groups("K"), formats.blocks("K"), 64, device_type="cuda"
+)
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@pytest.fixture
+def config_dir(tmp_path: Path) -> Path:
+    config = Qwen3Config(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    return tmp_path
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Call]:
+    """Let a DeepGEMM that compiles a kernel a call seem usable."""
+    calls: list[Call] = []
+
+    def run(call: Call) -> None:
+        calls.append(call)
+        if call.n == 13:
+            raise RuntimeError("Assertion error\nsome.hpp")
+        (module.cache_dir() / "cache" / f"kernel.{call.n}").mkdir(
+            parents=True, exist_ok=True
+        )
+
+    monkeypatch.setattr(Call, "run", run)
+    usable = replace(DEEP_GEMM, usable=lambda: None)
+    monkeypatch.setattr(module, "DEEP_GEMM", usable)
+    monkeypatch.setenv(module.CACHE_VARIABLE, str(tmp_path / "default"))
+    return calls
+
+
+def test_shapes_of_a_model(config_dir: Path) -> None:
+    shapes = shapes_of_config(config_dir, [64, 8, 8])
+    sizes = {(s.role, s.m, s.n, s.k) for s in shapes}
+    assert len(sizes) == len(shapes)
+    layers = {
+        (256, 256),  # q, o
+        (128, 256),  # k, v
+        (512, 256),  # q, k, v
+        (384, 256),  # gate, up
+        (768, 256),  # gate and up
+        (256, 384),  # down
+    }
+    assert sizes == {
+        (role, m, n, k)
+        for role in ("fprop", "dgrad", "wgrad")
+        for m in (8, 64)
+        for n, k in layers
+    }
+    assert {s.device_type for s in shapes} == {"cuda"}
+    forward = shapes_of_config(config_dir, [64], backward=False)
+    assert {(s.role, s.n, s.k) for s in forward} == {("fprop", *s) for s in layers}
+    paper = shapes_of_config(config_dir, [64], recipe="jetrl_paper")
+    assert {str(s.b.granularity) for s in paper if s.role == "wgrad"} == {"1x128"}
+
+
+def test_calls() -> None:
+    wgrad = replace(FPROP, role="wgrad", b=formats.groups("M"))
+    shapes = [
+        FPROP,
+        replace(FPROP, role="dgrad", n=128, k=256),  # the same sizes
+        wgrad,
+        replace(wgrad, n=16),
+        replace(FPROP, m=0),
+    ]
+    calls, rejected = calls_of(shapes)
+    assert calls == [Call(64, 256, 128), Call(256, 128, 64, 1)]
+    assert str(calls[1]) == "256x128x64, b by 1x128, bf16"
+    assert [why for _, why in rejected] == [
+        "16 rows of a are fewer than 33, for groups by groups"
+    ]
+    with pytest.raises(ProviderError, match="a size is not known; give the number"):
+        calls_of([replace(FPROP, m=None)])
+
+
+def test_what_may_need_one_kernel_stays_together() -> None:
+    calls = [Call(64, 256, 128), Call(64, 256, 512), Call(8, 256, 128)]
+    calls += [Call(64, 256, 128, 1), Call(64, 256, 128, out_dtype="fp32")]
+    groups = module._groups(sorted(calls))
+    assert sorted(len(group) for group in groups) == [1, 2, 2]
+    assert {call for group in groups for call in group} == set(calls)
+
+
+def test_runs_each_once_and_counts(ran: list[Call], tmp_path: Path) -> None:
+    seen: list[tuple[int, int, str]] = []
+    shapes = [FPROP, FPROP, replace(FPROP, n=512), replace(FPROP, n=104, k=64)]
+    done = warm_up(shapes, jobs=0, progress=lambda *step: seen.append(step))
+    assert sorted(ran) == [Call(64, 104, 64), Call(64, 256, 128), Call(64, 512, 128)]
+    assert (done.calls, done.compiled, done.cached) == (3, 3, 0)
+    assert done.cache_dir == tmp_path / "default"
+    assert [(a, b) for a, b, _ in seen] == [(1, 3), (2, 3), (3, 3)]
+    assert done.failed == done.rejected == ()
+    again = warm_up(shapes[:1], jobs=0, into=tmp_path / "default")
+    assert (again.calls, again.compiled, again.cached) == (1, 0, 3)
+
+
+def test_failure_is_told(ran: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    accepts = replace(DEEP_GEMM, usable=lambda: None, rejects=lambda _: None)
+    monkeypatch.setattr(module, "DEEP_GEMM", accepts)
+    done = warm_up([FPROP, replace(FPROP, n=13)], jobs=0)
+    assert done.failed == (
+        ("64x13x128, b by 128x128, bf16", "Assertion error some.hpp"),
+    )
+    assert done.compiled == 1
+
+
+def test_folder_is_chosen_before_deep_gemm_is_imported(
+    ran: list[Call], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert warm_up([FPROP], jobs=0, into=tmp_path / "a").cache_dir == tmp_path / "a"
+    monkeypatch.setitem(sys.modules, "deep_gemm", object())
+    warm_up([FPROP], jobs=0, into=tmp_path / "a")
+    with pytest.raises(ProviderError, match=r"set DG_JIT_CACHE_DIR before"):
+        warm_up([FPROP], jobs=0, into=tmp_path / "b")
+
+
+@NO_GPU
+def test_workers_report_what_failed(ran: list[Call]) -> None:
+    # Workers are new processes: there, nothing is patched and there is no GPU.
+    done = warm_up([FPROP], jobs=2)
+    assert [what for what, _ in done.failed] == ["64x256x128, b by 128x128, bf16"]
+    assert ran == []
+
+
+@NO_GPU
+def test_without_deep_gemm(config_dir: Path) -> None:
+    with pytest.raises(ProviderError, match="deep_gemm cannot be warmed up: the pack"):
+        warm_up([FPROP])
+    result = CliRunner().invoke(cli.app, ["warm-up", str(config_dir)])
+    assert result.exit_code == 2
+    assert "cannot be warmed up" in result.stderr
+
+
+def test_command(ran: list[Call], config_dir: Path, tmp_path: Path) -> None:
+    arguments = ["warm-up", str(config_dir), "--tokens", "64", "--tokens", "8"]
+    result = CliRunner().invoke(cli.app, [*arguments, "--dry-run"])
+    assert result.exit_code == 0
+    assert "64x512x256, b by 128x128, bf16" in result.stdout.splitlines()
+    assert ran == []
+    arguments += ["--no-backward", "--jobs", "0", "--cache-dir", str(tmp_path / "kept")]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 0
+    assert len(ran) == 12
+    assert result.stderr.splitlines()[-1].startswith("12/12 ")
+    assert "12 GEMMs: 5 kernels compiled" in result.stdout
+    assert f"export DG_JIT_CACHE_DIR={tmp_path / 'kept'}" in result.stdout
