@@ -104,12 +104,11 @@ def region_scale(
 def encode(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """Return E4M3 codes (float8e4nv) of BF16 values: x / scale, rounded to even.
 
-    The codes are those of a true division, for a multiplication and 2 fused
-    multiply-adds an element: the quotient is x times 1 / scale, corrected once by its
-    remainder, which is exact. An error of up to 4 units in the last place of 1 / scale
-    changes no code: tried for all 2^30 pairs of a BF16 mantissa and a scale's, but for
-    a scale of 24 ones, which no BF16 amax gives. No clamp is needed: |x| is at most the
-    amax that made the scale, and the cast saturates.
+    The codes are those of a true division, for a multiplication and a fused
+    multiply-add an element: x is multiplied by 1 / scale in two parts. Tried for every
+    amax and every x that BF16 holds; and for all 2^30 pairs of a BF16 mantissa and a
+    scale's, but for a scale of 24 ones, which no BF16 amax gives. No clamp is needed:
+    |x| is at most the amax that made the scale, and the cast saturates.
 
     Args:
         x: FP32, that BF16 holds exactly.
@@ -174,30 +173,44 @@ def _byte(code: tl.tensor) -> tl.tensor:
 
 
 @jit
-def encode_fp32(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """Return E4M3 codes of any FP32 values: as `encode`, corrected twice.
+def encode_words_fp32(
+    x0: tl.tensor, x1: tl.tensor, x2: tl.tensor, x3: tl.tensor, scale: tl.tensor
+) -> tl.tensor:
+    """Return what `encode_words` returns, of any FP32 values and any scale.
 
-    The first correction gives a quotient within one unit in the last place. From that
-    and a correctly rounded 1 / scale, the second gives the correctly rounded quotient.
-
-    Args:
-        x: FP32.
-        scale: FP32, from `region_scale` of the amax of such values, of a shape that
-            broadcasts to that of `x`.
+    A quotient is corrected twice by its remainder, which is exact. The first time gives
+    it within one unit in the last place; from that and a correctly rounded 1 / scale,
+    the second gives the correctly rounded quotient.
 
     Source: Markstein, IA-64 and Elementary Functions, 2000, chapter 8.
     """
     if INTERPRETED:
-        return _round_e4m3(tl.div_rn(x, scale))
+        return encode_words(x0, x1, x2, x3, scale)
     reciprocal = tl.div_rn(1.0, scale)
-    quotient = _correct(x * reciprocal, x, scale, reciprocal)
-    return _correct(quotient, x, scale, reciprocal).to(tl.float8e4nv)
+    return _pack(
+        _divide(x0, scale, reciprocal),
+        _divide(x1, scale, reciprocal),
+        _divide(x2, scale, reciprocal),
+        _divide(x3, scale, reciprocal),
+    )
+
+
+@jit
+def decode(code: tl.tensor) -> tl.tensor:
+    """Return the values of E4M3 codes (float8e4nv) in FP32, NaN included."""
+    value = code.to(tl.float32)
+    if INTERPRETED:
+        low = _byte(code) & 0x7F
+        value = tl.where(low == 0x7F, float("nan"), value)
+    return value
 
 
 @jit
 def _quotient(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    # An error of at most 1 unit in the last place, and 0 for infinity.
-    reciprocal = tl.inline_asm_elementwise(
+    # 1 / scale = high + low, so that x high + x low, rounded once, is the quotient.
+    # rcp has an error of 1 unit in the last place; less 2 units, low is at least 0, and
+    # then the sum keeps the sign of x = -0.
+    high = tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;",
         "=f,f",
         [scale],
@@ -205,20 +218,22 @@ def _quotient(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
         is_pure=True,
         pack=1,
     )
-    return _correct(x * reciprocal, x, scale, reciprocal)
+    high = (high.to(tl.int32, bitcast=True) - 2).to(tl.float32, bitcast=True)
+    low = tl.fma(scale * -1.0, high, tl.full(high.shape, 1.0, tl.float32)) * high
+    infinite = scale == float("inf")
+    high = tl.broadcast_to(tl.where(infinite, 0.0, high), x.shape)
+    return tl.fma(x, high, x * tl.where(infinite, 0.0, low))
 
 
 @jit
-def _correct(
-    quotient: tl.tensor, x: tl.tensor, scale: tl.tensor, reciprocal: tl.tensor
-) -> tl.tensor:
-    """Return a quotient x / scale, less its error; -0 and infinite scales included."""
+def _divide(x: tl.tensor, scale: tl.tensor, reciprocal: tl.tensor) -> tl.tensor:
     # For an infinite scale the quotient is 0, and 0 * infinity must not become NaN.
     divisor = tl.broadcast_to(tl.where(scale == float("inf"), 0.0, scale), x.shape)
     # Times -1 and not `-`, which Triton takes for `0 -`: the signs of zeros matter.
     minus = tl.broadcast_to(reciprocal * -1.0, x.shape)
-    excess = tl.fma(quotient, divisor, x * -1.0)
-    return tl.fma(excess, minus, quotient)
+    quotient = x * reciprocal
+    quotient = tl.fma(tl.fma(quotient, divisor, x * -1.0), minus, quotient)
+    return tl.fma(tl.fma(quotient, divisor, x * -1.0), minus, quotient)
 
 
 @jit
