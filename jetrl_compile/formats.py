@@ -95,8 +95,13 @@ def quantized(
         amax_floor=AMAX_FLOOR,
         scale_apply="divide",
         source_dtype="bf16",
-        scale_layout="row_major",
+        scale_layout=scale_layout(granularity),
     )
+
+
+def scale_layout(granularity: Granularity) -> str:
+    """Return the memory order of scales that the project's kernels make."""
+    return "mn_major_tma" if granularity.rows == 1 else "row_major"
 
 
 def groups(direction: str, scale_format: str = "fp32") -> Flow:

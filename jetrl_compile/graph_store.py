@@ -63,6 +63,7 @@ def store_report(key: str, report: CompileReport) -> None:
         "recipe": report.recipe,
         "changes": dict(report.changes),
         "providers": dict(report.providers),
+        "notes": list(report.notes),
         "unmatched": list(report.unmatched),
         "graph": graph_to_json(report.graph),
     }
@@ -75,7 +76,8 @@ def load_report(key: str) -> CompileReport | None:
     try:
         document = json.loads(path.read_text())
         graph = graph_from_json(document.pop("graph"))
-        document["unmatched"] = tuple(document["unmatched"])
+        for name in ("unmatched", "notes"):
+            document[name] = tuple(document[name])
         return CompileReport(**document, graph=graph, from_cache=True)
     except FileNotFoundError:
         return None

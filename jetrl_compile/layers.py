@@ -6,8 +6,10 @@ Compiled a layer at a time, with `fullgraph=True`, every phase runs the same FP8
 and layers with equal decisions share one compiled graph.
 """
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from jetrl_compile.cache_views import with_own_cache
@@ -66,7 +68,21 @@ def compile_layers(model: nn.Module, **options: Any) -> dict[str, str]:
             options={**options, "module_path": first},
         )
         layer._compiled_call_impl = with_own_cache(layer)
+        layer._compiled_call_impl = _with_constant_floats(layer._compiled_call_impl)
     return stands_for
+
+
+def _with_constant_floats(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Dynamo take a module's floats (a norm's eps) as constants.
+
+    With `dynamic=True` it makes them tensors on the CPU, which CUDA graphs cannot read.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(specialize_float=True):
+            return compiled(*args, **kwargs)
+
+    return call
 
 
 def _decisions(

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jetrl_compile.captured_graph import CapturedNode
-from jetrl_compile.formats import AMAX_FLOOR, Flow
+from jetrl_compile.formats import AMAX_FLOOR, Flow, scale_layout
 from jetrl_compile.gemm_sites import GemmSite, quantized_operand
 from jetrl_compile.granularity import Granularity
 from jetrl_compile.op_classes import LOWERED_DEQUANTIZE, LOWERED_REQUANTIZE
@@ -56,7 +56,7 @@ def lowered_flow(
         floor,
         "divide",
         source,
-        "row_major",
+        scale_layout(Granularity(rows, cols)),
     )
     return held, flow
 

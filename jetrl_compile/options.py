@@ -11,6 +11,8 @@ from jetrl_compile.kernels.dispatch import PROVIDERS, get_provider
 from jetrl_compile.recipe import PHASES, Recipe, get_recipe
 
 LOWERINGS = ("inductor", "aot")
+MODES = ("default", "reduce-overhead")
+SAVED_GATE_UP = ("bf16", "e4m3")
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,16 @@ class CompileOptions:
             from embedding to output head; elsewhere the report names it.
         report: Called with each `CompileReport`, or a folder that the precision graphs
             are written to.
+        fuse: Whether to merge GEMMs of one input and to fuse quantization into norms
+            and activations; default None: where the graph runs on a GPU. Forward has
+            the same bits either way if norms and activations have.
+        saved_gate_up: What is kept of gate and up for the backward of SiLU * mul:
+            "bf16" (default), or "e4m3", which halves it.
+        cache_weights: Whether a weight's codes are kept until the weight changes:
+            quantized once per optimizer step, for 1 byte (2 with gradients) a
+            parameter. A write through `.data` is not seen: call
+            `jetrl_compile.forget_weights()` after it.
+        mode: "default", or "reduce-overhead": the graphs run as CUDA graphs.
         recorder: Records values while the graphs run (lowering "aot" only); used by
             the audit.
     """
@@ -42,6 +54,10 @@ class CompileOptions:
     module_path: str = ""
     report: Callable[[Any], None] | Path | None = None
     recorder: Any = None
+    fuse: bool | None = None
+    saved_gate_up: str = "bf16"
+    cache_weights: bool = False
+    mode: str = "default"
 
 
 def parse_options(options: Mapping[str, Any] | None) -> CompileOptions:
@@ -71,6 +87,10 @@ def parse_options(options: Mapping[str, Any] | None) -> CompileOptions:
     for name, good, needed in (
         ("phase", chosen.phase in PHASES, " or ".join(PHASES)),
         ("lowering", chosen.lowering in LOWERINGS, " or ".join(LOWERINGS)),
+        ("mode", chosen.mode in MODES, " or ".join(MODES)),
+        ("saved_gate_up", chosen.saved_gate_up in SAVED_GATE_UP, "bf16 or e4m3"),
+        ("fuse", chosen.fuse in (None, True, False), "True, False or None"),
+        ("cache_weights", chosen.cache_weights in (True, False), "True or False"),
         ("module_path", isinstance(chosen.module_path, str), "a module path"),
         (
             "report",

@@ -16,10 +16,13 @@ from jetrl_compile.passes.annotate_precision import (
     annotate_precision,
     linear_roles,
 )
+from jetrl_compile.passes.cache_weights import cache_weights
 from jetrl_compile.passes.canonicalize import canonicalize
 from jetrl_compile.passes.context import Context
+from jetrl_compile.passes.fuse_quantize import fuse_quantize
 from jetrl_compile.passes.insert_quantize import insert_quantize
 from jetrl_compile.passes.lower_gemm import lower_gemm
+from jetrl_compile.passes.merge_siblings import merge_siblings
 from jetrl_compile.passes.verify import verify
 from jetrl_compile.precision_graph import GEMM_KINDS, Operator, PrecisionGraph
 from jetrl_compile.recipe import GEMM_ROLES, Recipe
@@ -69,6 +72,11 @@ PASSES: tuple[tuple[str, Callable[[Context], int]], ...] = (
     # Before lowering, while every operand is still a node of its own.
     ("insert_quantize", insert_quantize),
     ("lower_gemm", lower_gemm),
+    # On lowered GEMMs: each has a name, a role and its quantized operands.
+    ("merge_siblings", merge_siblings),
+    # After merging: the gradients of gate and up are quantized as one.
+    ("fuse_quantize", fuse_quantize),
+    ("cache_weights", cache_weights),
     # Last: it reads the graph that will run.
     ("verify", verify),
 )
@@ -88,6 +96,7 @@ class CompileReport:
         providers: For each lowered GEMM, the provider and why it was chosen.
         unmatched: The recipe's patterns that match no GEMM of this graph; an error if
             the graph is a whole model, from the embedding to the output head.
+        notes: What was not merged or fused, and why.
         from_cache: Whether torch's compile cache held the graph, so that the passes
             did not run and the graph is the stored one.
         nodes: For each operator, the FX node of the lowered graph that makes its
@@ -102,6 +111,7 @@ class CompileReport:
     changes: Mapping[str, int]
     providers: Mapping[str, str]
     unmatched: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     from_cache: bool = False
     nodes: Mapping[str, str] = field(default_factory=dict, compare=False)
 
@@ -133,9 +143,12 @@ def run_passes(
     recipe: Recipe,
     phase: str,
     *,
-    providers: tuple[str, ...] = ("reference",),
+    providers: tuple[str, ...] | None = None,
     prefix: str = "",
     meta: Mapping[str, str] | None = None,
+    fuse: bool = False,
+    saved_gate_up: str = "bf16",
+    cache_weights: bool = False,
 ) -> CompileReport:
     """Run the passes over a joint or inference graph, in place.
 
@@ -144,9 +157,12 @@ def run_passes(
         placeholders: What is known of its placeholders, by name.
         recipe: The recipe.
         phase: "train" or "rollout".
-        providers: GEMM providers, the preferred one first.
+        providers: GEMM providers, the preferred one first; None: by device.
         prefix: Path of the compiled module in the whole model.
         meta: More entries for the precision graph's `meta`.
+        fuse: Whether to merge GEMMs of one input and to fuse quantization.
+        saved_gate_up: "bf16", or "e4m3": gate and up are kept for backward in FP8.
+        cache_weights: Whether codes of weights are kept from call to call.
 
     Raises:
         LoweringError: A GEMM that the recipe names was not lowered.
@@ -157,7 +173,16 @@ def run_passes(
     entries = {"phase": phase, "recipe": recipe.name, **(meta or {})}
     entries["vocabulary"] = _vocabulary(graph)
     context = Context(
-        graph, placeholders, recipe, phase, providers, prefix, meta=entries
+        graph,
+        placeholders,
+        recipe,
+        phase,
+        providers,
+        prefix,
+        meta=entries,
+        fuse=fuse,
+        saved_gate_up=saved_gate_up,
+        cache_weights=cache_weights,
     )
     changes = {name: run(context) for name, run in PASSES}
     assert context.final is not None
@@ -173,6 +198,7 @@ def run_passes(
             for name, choice in context.choices.items()
         },
         unmatched=context.unmatched,
+        notes=tuple(context.notes),
         nodes=context.built.node_of,
     )
 

@@ -19,7 +19,8 @@ from jetrl_compile.captured_graph import CapturedNode
 from jetrl_compile.errors import LoweringError
 from jetrl_compile.matrix_views import is_transposed
 from jetrl_compile.passes.annotate_precision import annotate_precision
-from jetrl_compile.passes.context import Context, emit
+from jetrl_compile.passes.context import Context
+from jetrl_compile.passes.graph_nodes import emit
 
 aten = torch.ops.aten
 _VIEWS = (

@@ -11,7 +11,6 @@
 - Codes that the model stores (a rollout model) are read as they are.
 """
 
-import operator
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +20,8 @@ from jetrl_compile.errors import LoweringError
 from jetrl_compile.formats import Flow
 from jetrl_compile.gemm_sites import GemmSite
 from jetrl_compile.kernels import ops  # noqa: F401  (registers torch.ops.jetrl)
-from jetrl_compile.passes.context import Context, Quantized, emit
+from jetrl_compile.passes.context import Context, Quantized
+from jetrl_compile.passes.graph_nodes import emit, emit_item
 
 aten = torch.ops.aten
 _TRANSPOSES = (aten.permute.default, aten.t.default, aten.transpose.int)
@@ -186,11 +186,6 @@ class _Inserter:
             node = emit(graph, target, args, anchor)
             parts = [emit_item(graph, node, slot, anchor) for slot in (0, 1)]
         return Quantized(*parts)
-
-
-def emit_item(graph: torch.fx.Graph, node: Node, slot: int, anchor: Node) -> Node:
-    """Insert the choice of one result of a node that has several."""
-    return emit(graph, operator.getitem, (node, slot), anchor)
 
 
 def _untransposed(node: Node) -> tuple[Node, bool]:

@@ -12,7 +12,8 @@ from jetrl_compile.errors import LoweringError
 from jetrl_compile.formats import short_name
 from jetrl_compile.gemm_sites import GemmSite
 from jetrl_compile.kernels.dispatch import GemmShape, select
-from jetrl_compile.passes.context import Context, emit
+from jetrl_compile.passes.context import Context, LoweredGemm
+from jetrl_compile.passes.graph_nodes import emit
 
 aten = torch.ops.aten
 # What the rows of a, the rows of b and the contraction are.
@@ -29,11 +30,14 @@ def lower_gemm(context: Context) -> int:
     """
     if context.annotated is None:
         return 0
+    names: dict[Node, list[str]] = {}
+    for name, site in context.built.gemms.items():
+        names.setdefault(context.nodes[site.node], []).append(name)
     done: set[Node] = set()
     for name, site in context.built.gemms.items():
         node = context.nodes[site.node]
         if node in context.operands and node not in done:
-            _lower(context, name, site, node)
+            _lower(context, name, site, node, tuple(names[node]))
             done.add(node)
     if done:
         context.graph.eliminate_dead_code()
@@ -42,7 +46,9 @@ def lower_gemm(context: Context) -> int:
     return len(done)
 
 
-def _lower(context: Context, name: str, site: GemmSite, node: Node) -> None:
+def _lower(
+    context: Context, name: str, site: GemmSite, node: Node, names: tuple[str, ...]
+) -> None:
     annotated = context.annotated
     assert annotated is not None
     flows = {k: e.flow for k, e in annotated.operands[name].items()}
@@ -85,6 +91,7 @@ def _lower(context: Context, name: str, site: GemmSite, node: Node) -> None:
     graph = context.graph
     with graph.inserting_before(node):
         result = emit(graph, torch.ops.jetrl.gemm.default, args, node)
+        context.lowered[result] = LoweredGemm(names, site.role, site.module, shape)
         if site.role == "wgrad" and site.transposed:
             result = emit(graph, aten.permute.default, (result, [1, 0]), node)
         if result.meta["val"].dtype != wanted and site.role != "wgrad":

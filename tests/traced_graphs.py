@@ -8,7 +8,8 @@ from torch.fx import GraphModule
 
 from jetrl_compile.backend import JetRLPass, jetrl
 from jetrl_compile.graph_inputs import match_placeholders
-from jetrl_compile.passes.context import Context, copy_graph
+from jetrl_compile.passes.context import Context
+from jetrl_compile.passes.graph_nodes import copy_graph
 from jetrl_compile.recipe import get_recipe
 
 

@@ -1,0 +1,368 @@
+"""Write fused operators out as the operators that they stand for.
+
+The precision graph of a fused graph is built from this form, so it has the operators of
+the model, whatever was fused. What is written follows from the fused operator's own
+arguments; from its metadata come only names (the modules of the operators) and, for a
+GEMM that adds up several dgrads, the order of the additions that it replaced.
+"""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from jetrl_compile.kernels import fused_ops, ops, weight_ops
+from jetrl_compile.passes.graph_nodes import emit, emit_item
+
+aten = torch.ops.aten
+cast = torch.ops.prims.convert_element_type.default
+ORIGIN = "jetrl_origin"  # of a fused node: metadata of what it replaced, by role
+SUM = "jetrl_sum"  # of a GEMM over several contractions: its parts and their additions
+
+
+_PLAIN = {ops.gemm, ops.quantize, ops.requantize, operator.getitem, aten.slice.Tensor}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A tensor that is written as several, side by side.
+
+    Attributes:
+        nodes: One for each part.
+        dim: The dimension along which they lie.
+    """
+
+    nodes: tuple[Node, ...]
+    dim: int
+
+
+class _Origin:
+    """Stands for the node that an operator replaced: its metadata."""
+
+    def __init__(self, node: Node, role: str) -> None:
+        known = node.meta.get(ORIGIN, {})
+        self.meta: Mapping[str, Any] = known.get(role, node.meta)
+
+
+Value = Any  # a Node, Parts, or a tuple of these
+
+
+def _key(target: Any, args: Any, origin: Any) -> Any:
+    """What makes two calls the same one."""
+    tag = origin.meta.get("partitioner_tag")
+    return target, tag, tuple(tuple(a) if isinstance(a, list) else a for a in args)
+
+
+class Expander:
+    """Copies a graph, and writes fused operators out."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.source = graph
+        self.graph = Graph()
+        self.made: dict[Node, Value] = {}
+        self.written: dict[Any, Node] = {}
+        self.joined: dict[Node, Node] = {}
+        # silu(gate) * up by its inputs: backward reads what forward made.
+        self.gated: dict[tuple[Any, Any], tuple[Node, Node, Node]] = {}
+        # The result of a norm, as a matrix, by what it normalized and the factor.
+        self.normed: dict[tuple[Any, Any], Node] = {}
+        self.rules: dict[Any, Callable[[Node], Value]] = {
+            fused_ops.quantize_parts: self._quantize_parts,
+            fused_ops.quantize_twice: self._quantize_twice,
+            fused_ops.rms_norm_quantize: self._rms_norm,
+            fused_ops.scale_rows_quantize: self._scale_rows,
+            fused_ops.silu_mul_quantize: self._silu_mul,
+            fused_ops.silu_mul_backward_quantize: self._silu_mul_backward,
+            weight_ops.gemm_weights: self._gemm_weights,
+            ops.gemm: self._gemm,
+            ops.quantize: self._single,
+            ops.requantize: self._single,
+            operator.getitem: self._item,
+            aten.slice.Tensor: self._slice,
+        }
+
+    def run(self) -> Graph:
+        """Return the written-out graph."""
+        for node in self.source.nodes:
+            rule = self.rules.get(node.target) if node.op == "call_function" else None
+            value = None if rule is None else rule(node)
+            self.made[node] = self._copy(node) if value is None else value
+        return self.graph
+
+    def node(self, node: Node) -> Node:
+        """The copy of a node; parts are joined."""
+        value = self.made[node]
+        if isinstance(value, Parts):
+            if node not in self.joined:
+                args = (list(value.nodes), value.dim)
+                self.joined[node] = emit(self.graph, aten.cat.default, args, node)
+            return self.joined[node]
+        assert isinstance(value, Node), f"{node} has several results"
+        return value
+
+    def _copy(self, node: Node) -> Node:
+        if self.written and node.op == "call_function" and not node.kwargs:
+            # What backward still reads of a norm that was fused.
+            same = self.written.get(_key(node.target, self._args(node), node))
+            if same is not None:
+                return same
+        return self.graph.node_copy(node, self.node)
+
+    def write(self, target: Any, args: tuple[Any, ...], origin: Any) -> Node:
+        """Emit a node of the model; the same one for the same arguments."""
+        key = _key(target, args, origin)
+        if key not in self.written:
+            self.written[key] = emit(self.graph, target, args, origin)
+        return self.written[key]
+
+    def _args(self, node: Node) -> Any:
+        return torch.fx.map_arg(node.args, self.node)
+
+    def _args_and_after(self, node: Node) -> Any:
+        """The arguments of an operator whose last one only orders it in backward."""
+        *args, after = node.args
+        value = self.made[after] if isinstance(after, Node) else None
+        first = value.nodes[0] if isinstance(value, Parts) else value
+        return (*torch.fx.map_arg(tuple(args), self.node), first)
+
+    def _quantize(
+        self, x: Node, flow: Sequence[Any], transpose: bool, after: Any, origin: Any
+    ) -> tuple[Node, Node]:
+        """Emit one quantize; `flow` is rows, cols, scale format and amax floor."""
+        rows, cols, scale_format, floor = flow
+        args = (x, rows, cols, transpose, scale_format, floor, after)
+        made = emit(self.graph, ops.quantize, args, origin)
+        return (
+            emit_item(self.graph, made, 0, origin),
+            emit_item(self.graph, made, 1, origin),
+        )
+
+    def _each(
+        self,
+        parts: Sequence[Any],
+        dim: int,
+        flow: Sequence[Any],
+        transpose: bool,
+        after: Any,
+        origin: Any,
+    ) -> tuple[Value, Value]:
+        """Quantize parts one by one."""
+        made = [self._quantize(x, flow, transpose, after, origin) for x in parts]
+        if len(made) == 1:
+            return made[0]
+        where = 1 - dim if transpose else dim
+        codes, scales = zip(*made, strict=True)
+        return Parts(codes, where), Parts(scales, where)
+
+    def _single(self, node: Node) -> Value:
+        """Copy a quantize: of a part of several layers' result, after such a one."""
+        source = self.made[node.args[0]]  # type: ignore[index]
+        if isinstance(source, Parts) and node.target is ops.quantize:
+            rows, cols, transpose, *rest, _ = node.args[1:]
+            flow = (rows, cols, *rest)
+            return self._each(
+                source.nodes, source.dim, flow, bool(transpose), None, node
+            )
+        args = self._args_and_after(node)
+        return emit(self.graph, node.target, args, node)
+
+    def _quantize_parts(self, node: Node) -> Value:
+        parts, dim, rows, cols, transpose, *rest, after = self._args_and_after(node)
+        flow = (rows, cols, *rest)
+        return self._each(parts, dim, flow, transpose, after, node)
+
+    def _quantize_twice(self, node: Node) -> Value:
+        parts, dim, rows, cols, rows_t, cols_t, *rest = self._args(node)
+        straight = self._each(parts, dim, (rows, cols, *rest), False, None, node)
+        if rows_t < 0:
+            return (*straight, None, None)
+        turned = self._each(parts, dim, (rows_t, cols_t, *rest), True, None, node)
+        return (*straight, *turned)
+
+    def _item(self, node: Node) -> Value:
+        made = self.made[node.args[0]]  # type: ignore[index]
+        return made[node.args[1]] if isinstance(made, tuple) else None
+
+    def _slice(self, node: Node) -> Value:
+        """A part of a GEMM of several layers is the GEMM of one."""
+        whole, *where = node.args
+        made = self.made[whole]  # type: ignore[index]
+        if not isinstance(made, Parts):
+            return None
+        dim, start, end = (*where, 0, None)[:3] if len(where) < 3 else where[:3]
+        at = 0
+        for part in made.nodes:
+            size = part.meta["val"].shape[made.dim]
+            if dim == made.dim and (start, end) == (at, at + size):
+                return part
+            at += size
+        return None
+
+    def _gemm(self, node: Node) -> Value:
+        a, a_scales, b, b_scales, *rest = node.args
+        codes_a, codes_b = self.made[a], self.made[b]  # type: ignore[index]
+        scales_a, scales_b = self.made[a_scales], self.made[b_scales]  # type: ignore[index]
+        return self._gemms(node, (codes_a, scales_a), (codes_b, scales_b), rest)
+
+    def _gemms(
+        self,
+        node: Node,
+        a: tuple[Value, Value],
+        b: tuple[Value, Value],
+        rest: Sequence[Any],
+    ) -> Value:
+        left, right = isinstance(a[0], Parts), isinstance(b[0], Parts)
+        if not left and not right:
+            return emit(self.graph, ops.gemm, (*a, *b, *rest), node)
+        number = len(a[0].nodes if left else b[0].nodes)
+
+        def part(pair: tuple[Value, Value], index: int) -> tuple[Node, Node]:
+            return (
+                (pair[0].nodes[index], pair[1].nodes[index])
+                if isinstance(pair[0], Parts)
+                else pair
+            )
+
+        origins = node.meta.get(ORIGIN, {})
+
+        def one(i: int) -> Node:
+            args = (*part(a, i), *part(b, i), *rest)
+            origin = _Origin(node, f"gemm{i}") if origins else node
+            return emit(self.graph, ops.gemm, args, origin)
+
+        if not (left and right):
+            return Parts(tuple(map(one, range(number))), 0 if left else 1)
+        made: list[Node] = []
+        for step in node.meta[SUM]:
+            if isinstance(step, int):
+                made.append(one(step))
+                continue
+            role, first, second = step
+            terms = (made[first], made[second])
+            made.append(emit(self.graph, aten.add.Tensor, terms, _Origin(node, role)))
+        return made[-1]
+
+    def _gemm_weights(self, node: Node) -> Value:
+        a, a_scales, weights, transpose, *rest = node.args
+        a_rows, a_cols, rows, cols, scale_format, floor, *last = rest
+        after = self.made[a] if transpose else None  # type: ignore[index]
+        if isinstance(after, Parts):
+            after = after.nodes[0]
+        copies = [self.node(w) for w in weights]  # type: ignore[union-attr,arg-type]
+        flow = (rows, cols, scale_format, floor)
+        b = self._each(copies, 0, flow, bool(transpose), after, node)
+        left = (self.made[a], self.made[a_scales])  # type: ignore[index]
+        return self._gemms(node, left, b, (a_rows, a_cols, rows, cols, *last))
+
+    def _flat(self, x: Node, origin: Any) -> Node:
+        """The matrix of (..., C)."""
+        if x.meta["val"].dim() == 2:
+            return x
+        width = x.meta["val"].shape[-1]
+        return self.write(aten.reshape.default, (x, [-1, width]), origin)
+
+    def _scaled(self, wide: Node, rstd: Node, weight: Node, origin: Any) -> Node:
+        product = self.write(aten.mul.Tensor, (wide, rstd), origin)
+        narrow = self.write(cast, (product, torch.bfloat16), origin)
+        return self.write(aten.mul.Tensor, (weight, narrow), origin)
+
+    def _rms_norm(self, node: Node) -> Value:
+        x, residual, weight, eps, eps_tensor, rows, cols, rows_t, cols_t, *rest = (
+            self._args(node)
+        )
+        norm = _Origin(node, "norm")
+        total = None
+        if residual is not None:
+            args = (x, residual)
+            x = total = self.write(aten.add.Tensor, args, _Origin(node, "add"))
+        wide = self.write(cast, (x, torch.float32), norm)
+        square = self.write(aten.pow.Tensor_Scalar, (wide, 2), norm)
+        mean = self.write(aten.mean.dim, (square, [-1], True), norm)
+        if eps_tensor is not None:
+            eps = self.write(cast, (eps_tensor, torch.float32), norm)
+        shift = _Origin(node, "shift")  # an eps that is a tensor is added outside
+        shifted = self.write(aten.add.Tensor, (mean, eps), shift)
+        rstd = self.write(aten.rsqrt.default, (shifted,), norm)
+        y = self._flat(self._scaled(wide, rstd, weight, norm), norm)
+        self.normed[x, rstd] = y
+        straight = self._quantize(y, (rows, cols, *rest), False, None, node)
+        turned: tuple[Value, Value] = (None, None)
+        if rows_t >= 0:
+            turned = self._quantize(y, (rows_t, cols_t, *rest), True, None, node)
+        return (*straight, *turned, rstd, total)
+
+    def _scale_rows(self, node: Node) -> Value:
+        x, rstd, weight, rows, cols, transpose, *rest, after = self._args_and_after(
+            node
+        )
+        y = self.normed.get((x, rstd))
+        if y is None:
+            norm = _Origin(node, "norm")
+            wide = self.write(cast, (x, torch.float32), norm)
+            y = self._flat(self._scaled(wide, rstd, weight, norm), norm)
+        return self._quantize(y, (rows, cols, *rest), transpose, after, node)
+
+    def _gate(self, gate: Node, up: Node, node: Node) -> tuple[Node, Node, Node]:
+        """silu(gate) in BF16, its product with up, and that product as a matrix."""
+        if (gate, up) not in self.gated:
+            act = _Origin(node, "act")
+            wide = self.write(cast, (gate, torch.float32), act)
+            negative = self.write(aten.neg.default, (wide,), act)
+            power = self.write(aten.exp.default, (negative,), act)
+            divisor = self.write(aten.add.Tensor, (power, 1), act)
+            quotient = self.write(aten.div.Tensor, (wide, divisor), act)
+            silu = self.write(cast, (quotient, torch.bfloat16), act)
+            product = self.write(aten.mul.Tensor, (silu, up), _Origin(node, "product"))
+            self.gated[gate, up] = (silu, product, self._flat(product, node))
+        return self.gated[gate, up]
+
+    def _silu_mul(self, node: Node) -> Value:
+        gate, up, rows, cols, rows_t, cols_t, *rest = self._args(node)
+        _, _, y = self._gate(gate, up, node)
+        straight = self._quantize(y, (rows, cols, *rest), False, None, node)
+        if rows_t < 0:
+            return (*straight, None, None)
+        return (
+            *straight,
+            *self._quantize(y, (rows_t, cols_t, *rest), True, None, node),
+        )
+
+    def _silu_mul_backward(self, node: Node) -> Value:
+        dy, gate, up, gate_scales, _, *numbers = self._args(node)
+        rows, cols, rows_dy, cols_dy, rows_x, cols_x, *rest = numbers
+        act, product = _Origin(node, "act_backward"), _Origin(node, "product_backward")
+        if gate_scales is not None:
+            kept = node.meta[ORIGIN]["kept"]
+            gate, up = self.made[kept[0]], self.made[kept[1]]
+        silu, _, y = self._gate(gate, up, node)
+        dup = self.write(aten.mul.Tensor, (dy, silu), product)
+        outer = self.write(aten.mul.Tensor, (dy, up), product)
+        wide_outer = self.write(cast, (outer, torch.float32), act)
+        wide = self.write(cast, (gate, torch.float32), act)
+        sigmoid = self.write(aten.sigmoid.default, (wide,), act)
+        scaled = self.write(aten.mul.Tensor, (wide_outer, sigmoid), act)
+        rest_of_one = self.write(aten.sub.Tensor, (1, sigmoid), act)
+        slope = self.write(aten.mul.Tensor, (wide, rest_of_one), act)
+        slope = self.write(aten.add.Tensor, (slope, 1), act)
+        dgate = self.write(aten.mul.Tensor, (scaled, slope), act)
+        dgate = self.write(cast, (dgate, torch.bfloat16), act)
+        both = [self._flat(dgate, node), self._flat(dup, node)]
+        straight = self._each(both, 1, (rows, cols, *rest), False, None, node)
+        turned = self._each(both, 1, (rows_dy, cols_dy, *rest), True, None, node)
+        remade = self._quantize(y, (rows_x, cols_x, *rest), True, None, node)
+        return (*straight, *turned, *remade)
+
+
+def expand_fused(graph: Graph) -> Graph:
+    """Return a graph without fused operators: the same one, if it has none."""
+    fused = Expander(graph).rules.keys() - {
+        ops.gemm,
+        operator.getitem,
+        aten.slice.Tensor,
+    }
+    if not any(node.target in fused for node in graph.nodes):
+        return graph
+    return Expander(graph).run()

@@ -1,0 +1,176 @@
+"""The forms of norms and gated activations that have a fused kernel.
+
+A form is matched operator by operator, in the order that Hugging Face's model code
+writes it; anything else (a weight of 1 + w, a product in FP32) has no kernel and stays
+as it is.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+aten = torch.ops.aten
+cast = torch.ops.prims.convert_element_type.default
+VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """weight * bf16(x * rsqrt(mean(x^2) + eps)), with x = a + b or one tensor.
+
+    Attributes:
+        result: The node of the result.
+        x: What is normalized.
+        added: The two terms of x, if it is a sum that may be fused, or None.
+        weight: The weight.
+        eps: A number, or the node of one.
+        rstd: The node of rsqrt(...).
+        wide: The node of x in FP32.
+    """
+
+    result: Node
+    x: Node
+    added: tuple[Node, Node] | None
+    weight: Node
+    eps: Any
+    rstd: Node
+    wide: Node
+
+
+@dataclass(frozen=True)
+class Gated:
+    """bf16(silu(gate)) * up.
+
+    Attributes:
+        result: The node of the product.
+        silu: The node of silu(gate) in BF16.
+        gate: The gate.
+        up: The other factor.
+    """
+
+    result: Node
+    silu: Node
+    gate: Node
+    up: Node
+
+
+def unviewed(node: Any) -> Any:
+    """Return the tensor behind reshapes."""
+    while isinstance(node, Node) and node.target in VIEWS:
+        node = node.args[0]
+    return node
+
+
+def calls(node: Any, target: Any) -> bool:
+    """Whether something is a call of an operator without keyword arguments."""
+    return isinstance(node, Node) and node.target is target and not node.kwargs
+
+
+def casts(node: Any, dtype: torch.dtype, source: torch.dtype | None = None) -> bool:
+    """Whether something is a cast to a dtype (from one)."""
+    return (
+        calls(node, cast)
+        and node.args[1] == dtype
+        and (source is None or node.args[0].meta["val"].dtype == source)
+    )
+
+
+def match_norm(result: Any) -> RmsNorm | None:
+    """Return the RMSNorm that a node is the result of, or None."""
+    if not calls(result, aten.mul.Tensor):
+        return None
+    weight, narrow = result.args
+    if not casts(narrow, torch.bfloat16, torch.float32):
+        return None
+    if not isinstance(weight, Node) or weight.meta["val"].dtype != torch.bfloat16:
+        return None
+    product = narrow.args[0]
+    if not calls(product, aten.mul.Tensor) or weight.meta["val"].dim() != 1:
+        return None
+    wide, rstd = product.args
+    if not casts(wide, torch.float32, torch.bfloat16):
+        return None
+    if not calls(rstd, aten.rsqrt.default) or not calls(rstd.args[0], aten.add.Tensor):
+        return None
+    mean, eps = rstd.args[0].args
+    if not calls(mean, aten.mean.dim) or mean.args[1:] != ([-1], True):
+        return None
+    square = mean.args[0]
+    if not calls(square, aten.pow.Tensor_Scalar) or square.args != (wide, 2):
+        return None
+    while calls(eps, cast):
+        eps = eps.args[0]
+    if isinstance(eps, Node) and eps.meta["val"].dim() != 0:
+        return None
+    x = wide.args[0]
+    return RmsNorm(result, x, _terms(x), weight, eps, rstd, wide)
+
+
+def _terms(x: Node) -> tuple[Node, Node] | None:
+    """The two tensors that x is the sum of."""
+    if not calls(x, aten.add.Tensor):
+        return None
+    a, b = x.args
+    if not isinstance(a, Node) or not isinstance(b, Node):
+        return None
+    shapes = {str(t.meta["val"].shape) for t in (a, b, x)}
+    dtypes = {t.meta["val"].dtype for t in (a, b, x)}
+    return (a, b) if len(shapes) == 1 and dtypes == {torch.bfloat16} else None
+
+
+def match_gated(result: Any) -> Gated | None:
+    """Return the gated SiLU that a node is the result of, or None."""
+    if not calls(result, aten.mul.Tensor):
+        return None
+    silu, up = result.args
+    if not casts(silu, torch.bfloat16, torch.float32) or not isinstance(up, Node):
+        return None
+    quotient = silu.args[0]
+    if not calls(quotient, aten.div.Tensor):
+        return None
+    wide, divisor = quotient.args
+    if not casts(wide, torch.float32, torch.bfloat16):
+        return None
+    if not calls(divisor, aten.add.Tensor) or divisor.args[1] != 1:
+        return None
+    power = divisor.args[0]
+    if not calls(power, aten.exp.default) or not calls(power.args[0], aten.neg.default):
+        return None
+    if power.args[0].args[0] is not wide or up.meta["val"].dtype != torch.bfloat16:
+        return None
+    return Gated(result, silu, wide.args[0], up)
+
+
+def match_gated_backward(dgate: Any, dup: Any, forward: Gated) -> Node | None:
+    """Return the gradient of a gated SiLU's result, given those of its inputs."""
+    if not calls(dup, aten.mul.Tensor) or dup.args[1] is not forward.silu:
+        return None
+    dy = dup.args[0]
+    if not casts(dgate, torch.bfloat16, torch.float32):
+        return None
+    whole = dgate.args[0]
+    if not calls(whole, aten.mul.Tensor):
+        return None
+    scaled, slope = whole.args
+    if not calls(scaled, aten.mul.Tensor) or not calls(slope, aten.add.Tensor):
+        return None
+    outer, sigmoid = scaled.args
+    if not casts(outer, torch.float32) or not calls(sigmoid, aten.sigmoid.default):
+        return None
+    wide = sigmoid.args[0]
+    if not casts(wide, torch.float32) or wide.args[0] is not forward.gate:
+        return None
+    product, one = slope.args
+    if one != 1 or not calls(product, aten.mul.Tensor):
+        return None
+    other, rest = product.args
+    if not casts(other, torch.float32) or other.args[0] is not forward.gate:
+        return None
+    if not calls(rest, aten.sub.Tensor) or rest.args != (1, sigmoid):
+        return None
+    gradient = outer.args[0]
+    if not calls(gradient, aten.mul.Tensor) or gradient.args != (dy, forward.up):
+        return None
+    return dy if isinstance(dy, Node) else None

@@ -1,0 +1,77 @@
+"""Making and ordering FX nodes."""
+
+import heapq
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+# Metadata that a new node takes from the node that it is inserted for.
+_KEPT_META = (
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "stack_trace",
+    "seq_nr",
+    "partitioner_tag",
+    "recompute",
+    "ac_graph_id",
+    "source_fn_stack",
+    "fwd_source_fn_stack",
+)
+
+
+def copy_graph(graph: Graph) -> Graph:
+    """Return a graph with the same nodes; their metadata are shallow copies."""
+    copied = Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    return copied
+
+
+def kept_meta(node: Any) -> dict[str, Any]:
+    """Return the metadata of a node that a new node in its place takes."""
+    return {key: node.meta[key] for key in _KEPT_META if key in node.meta}
+
+
+def emit(graph: Graph, target: Any, args: tuple[Any, ...], anchor: Any) -> Node:
+    """Insert a call at the graph's insertion point, with its true `meta["val"]`.
+
+    Args:
+        graph: The graph.
+        target: An operator that has a fake implementation.
+        args: Its arguments; nodes have `meta["val"]`.
+        anchor: The node for which it is inserted: module path, phase and
+            recomputation tags are taken from it.
+    """
+    node = graph.call_function(target, args)
+    node.meta = kept_meta(anchor)
+    values = torch.fx.map_arg(args, lambda read: read.meta["val"])
+    node.meta["val"] = target(*values)
+    return node
+
+
+def emit_item(graph: Graph, node: Node, slot: int, anchor: Any) -> Node:
+    """Insert the choice of one result of a node that has several."""
+    return emit(graph, operator.getitem, (node, slot), anchor)
+
+
+def sort_nodes(graph: Graph) -> None:
+    """Put each node behind what it reads, otherwise in the order that they have."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    waiting = {node: len(set(node.all_input_nodes)) for node in order}
+    ready = [index for node, index in order.items() if not waiting[node]]
+    nodes = list(order)
+    heapq.heapify(ready)
+    done = 0
+    last: Node | None = None
+    while ready:
+        node = nodes[heapq.heappop(ready)]
+        done += 1
+        if last is not None:
+            last.append(node)
+        last = node
+        for user in node.users:
+            waiting[user] -= 1
+            if not waiting[user]:
+                heapq.heappush(ready, order[user])
+    assert done == len(nodes), "the graph has a cycle"
