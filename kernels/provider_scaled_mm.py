@@ -121,7 +121,7 @@ def _scales_of_a(scales: Tensor) -> Tensor:
 def _scales_of_b(scales: Tensor) -> Tensor:
     blocks, groups = scales.shape
     wide = align(groups, 4)
-    if wide != groups or not scales.is_contiguous():
+    if wide != groups or scales.stride() != (groups, 1):
         padded = scales.new_zeros((blocks, wide))
         padded[:, :groups] = scales
         scales = padded

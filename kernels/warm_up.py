@@ -2,11 +2,11 @@
 
 DeepGEMM compiles a kernel with nvcc at its first use, which takes 5 to 14 seconds and
 cannot happen while a CUDA graph is captured. Which kernel a GEMM needs follows from all
-its sizes, the number of tokens included, so each GEMM is simply called once on memory
-of its size, by worker processes that each have a CUDA context of their own (about 0.5
-GiB of GPU memory, and the GEMM's operands). What is compiled stays in a folder, the
-variable `DG_JIT_CACHE_DIR`, else ~/.deep_gemm, for later processes with the same
-DeepGEMM, at the same path, and the same nvcc.
+its sizes, the number of tokens included (`deep_gemm_tiles.py`); one GEMM for each is
+run on memory of its size, by worker processes that each have a CUDA context of their
+own (about 0.5 GiB of GPU memory, and the GEMM's operands). What is compiled stays in a
+folder, the variable `DG_JIT_CACHE_DIR`, else ~/.deep_gemm, for later processes with the
+same DeepGEMM, at the same path, and the same nvcc.
 """
 
 import os
@@ -21,9 +21,10 @@ from pathlib import Path
 import torch
 
 from jetrl_compile.errors import ProviderError, one_line
-from jetrl_compile.kernels.layouts import empty_quantized
+from jetrl_compile.kernels.deep_gemm_tiles import H200_SMS, Kernel, kernel_for
+from jetrl_compile.kernels.layouts import align, empty_quantized
 from jetrl_compile.kernels.provider import GemmShape
-from jetrl_compile.kernels.provider_deep_gemm import COMPILED_DIMS, DEEP_GEMM
+from jetrl_compile.kernels.provider_deep_gemm import COLUMNS_1D1D, DEEP_GEMM
 
 CACHE_VARIABLE = "DG_JIT_CACHE_DIR"
 MAX_WORKERS = 16
@@ -52,6 +53,12 @@ class Call:
     def __str__(self) -> str:
         return f"{self.m}x{self.n}x{self.k}, b by {self.b_rows}x128, {self.out_dtype}"
 
+    def kernel(self, sms: int) -> "Kernel | Call":
+        """Return the kernel that it needs, or itself where none is foreseen."""
+        by_groups = self.b_rows == 1 or self.out_dtype == "fp32"
+        k = align(self.k, COLUMNS_1D1D) if by_groups else self.k
+        return kernel_for(self.m, self.n, k, by_groups, sms) or self
+
     def run(self) -> None:
         """Run it on uninitialized memory of the current GPU and wait for it."""
         device = torch.device("cuda")
@@ -67,7 +74,7 @@ class WarmUp:
     """What a warm-up did.
 
     Attributes:
-        calls: How many different GEMMs were run.
+        calls: How many GEMMs were run, one for each kernel that was foreseen.
         compiled: How many kernels are new in the cache folder.
         cached: How many kernels it held before.
         rejected: GEMMs that DeepGEMM does not run, each with the reason.
@@ -88,7 +95,10 @@ class WarmUp:
 def calls_of(
     shapes: Iterable[GemmShape],
 ) -> tuple[list[Call], tuple[tuple[str, str], ...]]:
-    """Return the different DeepGEMM calls of GEMMs, and which are none, with reasons.
+    """Return a DeepGEMM call for each kernel that GEMMs need, the smallest that does.
+
+    Returns:
+        The calls, and the GEMMs that DeepGEMM does not run, each with the reason.
 
     Raises:
         ProviderError: A GEMM's number of tokens, N or K is not known.
@@ -108,7 +118,17 @@ def calls_of(
         elif min(m, n, k) > 0:
             assert shape.b.granularity is not None
             calls.add(Call(m, n, k, shape.b.granularity.rows, shape.out_dtype))
-    return sorted(calls), tuple(rejected.items())
+    sms, by_kernel = _sms(), dict[Kernel | Call, Call]()
+    for call in sorted(calls):
+        by_kernel.setdefault(call.kernel(sms), call)
+    return list(by_kernel.values()), tuple(rejected.items())
+
+
+def _sms() -> int:
+    if not torch.cuda.is_available():
+        return H200_SMS
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return int(properties.multi_processor_count)
 
 
 def cache_dir() -> Path:
@@ -174,53 +194,34 @@ def _kernels() -> set[str]:
 def _run(
     calls: Sequence[Call], jobs: int | None, progress: Progress
 ) -> list[tuple[str, str]]:
-    groups = _groups(calls)
     workers = min(MAX_WORKERS, os.cpu_count() or 1) if jobs is None else jobs
     failed: list[tuple[str, str]] = []
-    done = 0
     if workers < 1:
-        for group in groups:
-            failed += _run_group(group)
-            done += len(group)
-            progress(done, len(calls), str(group[-1]))
+        for done, call in enumerate(calls, 1):
+            failed += _try(call)
+            progress(done, len(calls), str(call))
         return failed
     # Spawned, since a process that has a CUDA context cannot be forked.
     with ProcessPoolExecutor(
-        min(workers, max(len(groups), 1)), mp_context=get_context("spawn")
+        min(workers, max(len(calls), 1)), mp_context=get_context("spawn")
     ) as pool:
-        pending = {pool.submit(_run_group, group): group for group in groups}
-        for future in as_completed(pending):
-            group = pending[future]
+        pending = {pool.submit(_try, call): call for call in calls}
+        for done, future in enumerate(as_completed(pending), 1):
+            call = pending[future]
             try:
                 failed += future.result()
             except Exception as error:  # a worker died: of memory, say
-                failed += [(str(call), one_line(error)) for call in group]
-            done += len(group)
-            progress(done, len(calls), str(group[-1]))
+                failed.append((str(call), one_line(error)))
+            progress(done, len(calls), str(call))
     return failed
 
 
-def _groups(calls: Sequence[Call]) -> list[tuple[Call, ...]]:
-    """Keep together what may need one kernel, so that no two workers compile it.
-
-    Its compiled sizes are the rows of `b`; with them and `a`'s rows equal, the
-    contraction alone seldom changes the tile. The largest groups come first.
-    """
-    assert COMPILED_DIMS == "n"
-    groups: dict[tuple[int, ...], list[Call]] = {}
-    for call in calls:
-        kind = int(call.b_rows == 1 or call.out_dtype == "fp32")
-        groups.setdefault((kind, call.n, call.m), []).append(call)
-    return sorted(map(tuple, groups.values()), key=len, reverse=True)
-
-
-def _run_group(group: Sequence[Call]) -> list[tuple[str, str]]:
-    """Run calls one after the other; return those that raised, with the message."""
-    failed = []
-    for call in group:
-        try:
-            call.run()
-        except Exception as error:  # DeepGEMM raises RuntimeError for all it asserts
-            failed.append((str(call), one_line(error)))
+def _try(call: Call) -> list[tuple[str, str]]:
+    """Run a call; return it with the message if it raised."""
+    try:
+        call.run()
+    except Exception as error:  # DeepGEMM raises RuntimeError for all it asserts
+        return [(str(call), one_line(error))]
+    finally:
         torch.cuda.empty_cache()
-    return failed
+    return []

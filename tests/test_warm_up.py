@@ -14,6 +14,7 @@ from jetrl_compile import cli, formats
 from jetrl_compile.errors import ProviderError
 from jetrl_compile.gemm_shapes import shapes_of_config
 from jetrl_compile.kernels import warm_up as module
+from jetrl_compile.kernels.deep_gemm_tiles import Kernel, kernel_for, token_steps
 from jetrl_compile.kernels.dispatch import GemmShape
 from jetrl_compile.kernels.provider_deep_gemm import DEEP_GEMM
 from jetrl_compile.kernels.warm_up import Call, calls_of, warm_up
@@ -103,17 +104,46 @@ def test_calls() -> None:
         calls_of([replace(FPROP, m=None)])
 
 
-def test_what_may_need_one_kernel_stays_together() -> None:
-    calls = [Call(64, 256, 128), Call(64, 256, 512), Call(8, 256, 128)]
-    calls += [Call(64, 256, 128, 1), Call(64, 256, 128, out_dtype="fp32")]
-    groups = module._groups(sorted(calls))
-    assert sorted(len(group) for group in groups) == [1, 2, 2]
-    assert {call for group in groups for call in group} == set(calls)
+def test_one_call_a_kernel() -> None:
+    wgrad = replace(FPROP, role="wgrad", n=6144, k=4096)
+    fprop = replace(FPROP, n=6144, k=4096)
+    tokens = range(6400, 16384, 256)
+    shapes = [replace(s, m=m) for s in (wgrad, fprop) for m in tokens]
+    assert len(calls_of(shapes)[0]) == 2
+    assert len(calls_of([replace(fprop, m=m) for m in (1, 16, 17, 64)])[0]) == 3
+
+
+def test_kernels_for_all_tokens() -> None:
+    assert token_steps(1, 200) == [16, 32, 64, 128, 192, 256]
+    assert token_steps(65, 128) == [128]
+    assert token_steps(8192, 8192) == [8192]
+    for n, k in ((4096, 4096), (6144, 4096), (576, 1536)):
+        for by_groups in (False, True):
+            stand = [kernel_for(m, n, k, by_groups) for m in token_steps(1, 1024)]
+            every = {kernel_for(m, n, k, by_groups) for m in range(1, 1025)}
+            assert None not in every
+            assert set(stand) == every
+
+
+def test_kernels_keep_the_limits_of_the_source() -> None:
+    for m in (1, 16, 33, 100, 1000, 8192):
+        for n in (8, 192, 1024, 24576, 151936):
+            for by_groups in (False, True):
+                chosen = kernel_for(m, n, 4096, by_groups)
+                assert chosen is not None
+                assert chosen.tile_m in (16, 32, 64, 128, 256)
+                assert chosen.tile_n % 8 == 0
+                assert not by_groups or m < 33 or chosen.tile_m in (64, 128)
+                assert 3 <= chosen.stages <= 16
+    assert kernel_for(8192, 4096, 4096, False) == Kernel(
+        False, 4096, 256, 128, (1, 2), 3
+    )
 
 
 def test_runs_each_once_and_counts(ran: list[Call], tmp_path: Path) -> None:
     seen: list[tuple[int, int, str]] = []
     shapes = [FPROP, FPROP, replace(FPROP, n=512), replace(FPROP, n=104, k=64)]
+    shapes.append(replace(FPROP, k=512))  # the kernel of the first
     done = warm_up(shapes, jobs=0, progress=lambda *step: seen.append(step))
     assert sorted(ran) == [Call(64, 104, 64), Call(64, 256, 128), Call(64, 512, 128)]
     assert (done.calls, done.compiled, done.cached) == (3, 3, 0)
@@ -162,7 +192,7 @@ def test_without_deep_gemm(config_dir: Path) -> None:
 
 
 def test_command(ran: list[Call], config_dir: Path, tmp_path: Path) -> None:
-    arguments = ["warm-up", str(config_dir), "--tokens", "64", "--tokens", "8"]
+    arguments = ["warm-up", str(config_dir), "--tokens", "64", "--tokens", "1:8"]
     result = CliRunner().invoke(cli.app, [*arguments, "--dry-run"])
     assert result.exit_code == 0
     assert "64x512x256, b by 128x128, bf16" in result.stdout.splitlines()
@@ -170,7 +200,15 @@ def test_command(ran: list[Call], config_dir: Path, tmp_path: Path) -> None:
     arguments += ["--no-backward", "--jobs", "0", "--cache-dir", str(tmp_path / "kept")]
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == 0
-    assert len(ran) == 12
-    assert result.stderr.splitlines()[-1].startswith("12/12 ")
-    assert "12 GEMMs: 5 kernels compiled" in result.stdout
+    assert len(ran) == 10  # five N, two numbers of tokens
+    assert result.stderr.splitlines()[-1].startswith("10/10 ")
+    assert "10 kernels are needed: 5 compiled" in result.stdout
     assert f"export DG_JIT_CACHE_DIR={tmp_path / 'kept'}" in result.stdout
+
+
+@pytest.mark.parametrize("tokens", ["0", "many", "9:8", "1:x"])
+def test_tokens_that_are_none(config_dir: Path, tokens: str) -> None:
+    arguments = ["warm-up", str(config_dir), "--tokens", tokens, "--dry-run"]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 2
+    assert "LOW:HIGH" in result.stderr

@@ -25,8 +25,12 @@ def command(
         ),
     ],
     tokens: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="Tokens of a batch; may be given several times."),
+        list[str] | None,
+        typer.Option(
+            metavar="N|LOW:HIGH",
+            help="Tokens of a batch, or a range; may be given several times; "
+            "default 8192.",
+        ),
     ] = None,
     recipe: Annotated[
         str, typer.Option(metavar="NAME", help="`jetrl doctor` lists the recipes.")
@@ -48,12 +52,13 @@ def command(
 ) -> None:
     """Compile DeepGEMM's kernels for a model's GEMMs, into a folder that stays."""
     with progress("loading"):
+        counts = [count for text in tokens or ["8192"] for count in _counts(text)]
         from jetrl_compile.gemm_shapes import shapes_of_config
         from jetrl_compile.kernels.warm_up import CACHE_VARIABLE, calls_of, warm_up
     with progress(f"tracing {config_dir}") as step:
         shapes = shapes_of_config(
             config_dir,
-            tokens or [8192],
+            counts,
             recipe=recipe,
             backward=backward,
             progress=step,
@@ -71,6 +76,20 @@ def command(
         typer.echo(f"export {CACHE_VARIABLE}={done.cache_dir}")
     if done.failed:
         raise typer.Exit(FAILED)
+
+
+def _counts(text: str) -> list[int]:
+    """Read a number of tokens, or a range as the numbers that stand for all in it."""
+    from jetrl_compile.kernels.deep_gemm_tiles import token_steps
+
+    low, _, high = text.partition(":")
+    try:
+        ends = int(low), int(high or low)
+    except ValueError:
+        ends = 0, 0
+    if not 1 <= ends[0] <= ends[1]:
+        raise typer.BadParameter(f"--tokens {text!r} is no number N and no LOW:HIGH")
+    return token_steps(*ends) if high else [ends[0]]
 
 
 @contextmanager
@@ -99,8 +118,8 @@ def _bar() -> Iterator[Callable[[int, int, str], None]]:
 
 def _print(done: "WarmUp") -> None:
     typer.echo(
-        f"{done.calls} GEMMs: {done.compiled} kernels compiled in {done.seconds:.0f} "
-        f"s, {done.cached} were there; in {done.cache_dir}"
+        f"{done.calls} kernels are needed: {done.compiled} compiled in "
+        f"{done.seconds:.0f} s, {done.cached} were in {done.cache_dir}"
     )
     _print_pairs("not by deep_gemm", done.rejected)
     _print_pairs("failed", done.failed)

@@ -61,7 +61,7 @@ def warmed() -> None:
     if DEEP_GEMM.usable() is None:
         done = warm_up(shape_of(call) for call in calls())
         assert not done.failed
-        print(f"{done.calls} GEMMs, {done.compiled} kernels, {done.seconds:.0f} s")
+        print(f"{done.calls} calls, {done.compiled} kernels, {done.seconds:.0f} s")
 
 
 @pytest.fixture(params=PROVIDERS)
