@@ -80,7 +80,7 @@ class _Runner:
     problem: str = ""
     own_bytes: int = 0
     graphs: int = 0
-    notes: dict[str, str] = field(default_factory=dict)
+    attention: str = ""
     peak: int | None = None
     same_bits: dict[str, bool] = field(default_factory=dict)
     captured: Captured | None = None
@@ -132,14 +132,13 @@ def _warm_up(
     try:
         if runner.way is None:
             runner.way = Way(runner.spec, model, graphs=plan.graphs == "inductor")
-        try:
-            _run_twice(runner, steps, plan)
-        except Exception as error:
-            if runner.spec.kind != TORCHAO:
-                raise
-            runner.way.run_eagerly()
-            runner.notes["compiled"] = f"not compiled: {failure(error)}"
-            _run_twice(runner, steps, plan)
+        while True:
+            try:
+                _run_twice(runner, steps, plan)
+                break
+            except Exception as error:
+                if not runner.way.relax(model, failure(error)):
+                    raise
         steps.drop()
         runner.own_bytes += max(0, _held(plan.device) - before)
         others = sum(other.own_bytes for other in runners if other is not runner)
@@ -155,7 +154,7 @@ def _warm_up(
     finally:
         steps.drop()
     runner.graphs += graphs_compiled() - compiled
-    is_compiled = runner.spec.kind != EAGER and "compiled" not in runner.notes
+    is_compiled = runner.way is not None and runner.way.is_compiled
     if is_compiled and not runner.graphs and not runner.problem:
         runner.problem = "Dynamo compiled nothing, so the layers ran eagerly"
 
@@ -167,7 +166,7 @@ def _run_twice(runner: _Runner, steps: Steps, plan: Plan) -> None:
             first = marked(work)().clone()
             if name == FORWARD:
                 kernels, again = attention_kernels(marked(work))
-                runner.notes["attention"] = f"attention {kernels or 'unknown'}"
+                runner.attention = f"attention {kernels or 'unknown'}"
             again = marked(work)()
             runner.same_bits[name] = torch.equal(first, again)
             del first, again
@@ -225,12 +224,13 @@ def _work(runner: _Runner, steps: Steps, step: str) -> Callable[[], Tensor]:
 
 
 def _described(row: Row, runner: _Runner, step: str) -> Row:
+    assert runner.way is not None
     values: dict[str, float] = {}
     if step == TRAIN and runner.peak is not None:
         values[PEAK] = runner.peak / GIB
-    if runner.spec.kind != EAGER:
+    if runner.way.is_compiled:
         values["graphs"] = runner.graphs
-    notes = list(runner.notes.values())
+    notes = [note for note in (runner.way.note, runner.attention) if note]
     same = runner.same_bits[step]
     if runner.captured is not None:
         same = same and runner.captured.same_bits[step]

@@ -19,6 +19,7 @@ from jetrl_compile.recipe import GemmFlows, get_recipe
 
 BF16 = "torch.mm BF16"
 TFLOPS, OVER_BF16 = "TFLOP/s", "over BF16"
+TABLE = "GEMMs"
 RECIPES = ("jetrl", "jetrl_paper")
 OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 
@@ -57,7 +58,7 @@ def measure_gemms(
     torch.manual_seed(0)
     clock = Clock(device, run_ahead=True)
     on_gpu = device.type == "cuda"
-    rows: list[Row] = []
+    providers, rows = _usable(on_gpu)
     for m in tokens:
         for role in ROLES:
             if on_gpu and m < 1024 and role != "fprop":
@@ -79,12 +80,29 @@ def measure_gemms(
                         role,
                         m,
                         pair,
+                        providers,
                         clock,
                         rounds,
                         sample_ms if on_gpu else 0.0,
                     )
                 rows += [*made, *_total(f"{role} all {case}", made, sizes, m)]
     return rows
+
+
+def _usable(on_gpu: bool) -> tuple[list[str], list[Row]]:
+    """Return the names of providers to measure, and a row for each other one."""
+    names, rows = [], []
+    for provider in PROVIDERS.values():
+        why = provider.usable()
+        if on_gpu and provider.name == "reference":
+            why = "too slow on a GPU to be measured"
+        if why is None:
+            names.append(provider.name)
+        else:
+            rows.append(
+                Row("providers", provider.name, note=why, failed=True, table=TABLE)
+            )
+    return names, rows
 
 
 def _flows(recipe: str) -> GemmFlows:
@@ -104,21 +122,21 @@ def _measure(
     role: str,
     m: int,
     pair: tuple[Flow, Flow],
+    providers: Sequence[str],
     clock: Clock,
     rounds: int,
     sample_ms: float,
 ) -> list[Row]:
     works: dict[str, Callable[[], object]] = {}
     problems: dict[str, str] = {}
-    on_gpu = clock.device.type == "cuda"
     pairs = _operands(size, role, m, clock.device)
     works[BF16] = _bf16(pairs, role)
     quantized = [_quantized(operands, pair) for operands in pairs]
     shape = GemmShape(role, size.n, size.k, *pair, m=m, device_type=clock.device.type)
     for provider in PROVIDERS.values():
-        if on_gpu and provider.name == "reference":
+        if provider.name not in providers:
             continue
-        why = provider.usable() or provider.rejects(shape)
+        why = provider.rejects(shape)
         if why is not None:
             problems[provider.name] = why
             continue
@@ -134,11 +152,12 @@ def _measure(
     timings = in_turns(works, clock, rounds, sample_ms=sample_ms)
     flops = 2 * m * size.n * size.k
     rows = [
-        Row(case, name, timing, _values(flops, timing, timings[BF16]))
+        Row(case, name, timing, _values(flops, timing, timings[BF16]), table=TABLE)
         for name, timing in timings.items()
     ]
     return rows + [
-        Row(case, name, note=why, failed=True) for name, why in problems.items()
+        Row(case, name, note=why, failed=True, table=TABLE)
+        for name, why in problems.items()
     ]
 
 
@@ -165,7 +184,7 @@ def _total(case: str, rows: list[Row], sizes: Sequence[GemmSize], m: int) -> lis
                 min(t.samples for t in found),
             )
     return [
-        Row(case, name, timing, _values(flops, timing, totals[BF16]))
+        Row(case, name, timing, _values(flops, timing, totals[BF16]), table=TABLE)
         for name, timing in totals.items()
     ]
 

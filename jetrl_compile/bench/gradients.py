@@ -68,11 +68,11 @@ def sqnr(wanted: Tensor, got: Tensor) -> float:
     """Return signal over noise in dB; infinite where both are equal."""
     signal = wanted.double().square().sum().item()
     noise = (wanted.double() - got.double()).square().sum().item()
-    if math.isnan(noise):
-        return -math.inf
     if noise == 0:
         return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf
+    if not math.isfinite(noise) or not signal:
+        return -math.inf
+    return 10 * math.log10(signal / noise)
 
 
 def kind_of(parameter: str, layers: Sequence[str]) -> str:

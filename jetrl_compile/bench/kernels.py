@@ -20,6 +20,7 @@ from jetrl_compile.kernels import fused_ops, ops
 
 COPY = "copy"
 OF_COPY, GB_PER_S = "of copy", "GB/s"
+TABLE = "quantize and fused kernels"
 COPY_BYTES = 2**30  # read; as many are written
 # Buffers are taken in turn, so that the 50 MB of a Hopper GPU's L2 hold none of them.
 ROTATE_BYTES = 2**28
@@ -187,13 +188,13 @@ def _measure(m: int, cols: int, clock: Clock, rounds: int, ms: float) -> list[Ro
     for name in (COPY, *(f"{kernel.op}: {kernel.what}" for kernel in KERNELS)):
         case = f"{m}x{cols}"
         if name in problems:
-            rows.append(Row(case, name, note=problems[name], failed=True))
+            rows.append(Row(case, name, note=problems[name], failed=True, table=TABLE))
             continue
         values = {GB_PER_S: rates[name]}
         if name != COPY:
             values[OF_COPY] = rates[name] / rates[COPY]
         note = "" if name != COPY else f"{moved[COPY] / 2**20:.0f} MiB, half of it read"
-        rows.append(Row(case, name, timings[name], values, note))
+        rows.append(Row(case, name, timings[name], values, note, table=TABLE))
     return rows
 
 

@@ -30,6 +30,7 @@ class Row:
             "peak GiB".
         note: Why it failed, or what is to be known.
         failed: Whether it could not be measured.
+        table: Which table it belongs to, where a run has several.
     """
 
     case: str
@@ -38,6 +39,7 @@ class Row:
     values: dict[str, float] = field(default_factory=dict)
     note: str = ""
     failed: bool = False
+    table: str = ""
 
 
 @dataclass(frozen=True)

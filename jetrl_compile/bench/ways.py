@@ -130,19 +130,41 @@ class Way:
         self._calls: list[Callable[..., Any] | None] = [None] * len(self._layers)
         self._compile(model)
 
-    def _compile(self, model: nn.Module) -> None:
+    def _compile(self, model: nn.Module, fullgraph: bool = True) -> None:
         more: dict[str, Any] = {"mode": "reduce-overhead"} if self.graphs else {}
         if self.spec.kind in (COMPILE, TORCHAO):
-            more = {"fullgraph": True, "dynamic": False, **more, **self.spec.options}
+            more |= {"fullgraph": fullgraph, "dynamic": False, **self.spec.options}
             for layer in self._layers:
                 layer.compile(**more)
         elif self.spec.kind == JETRL:
             compile_layers(model, **more, **self.spec.options)
         self._calls = [vars(layer).pop(_CALL, None) for layer in self._layers]
 
-    def run_eagerly(self) -> None:
-        """Give up compiling, where it turned out not to work."""
-        self._calls = [None] * len(self._layers)
+    def relax(self, model: nn.Module, reason: str) -> bool:
+        """Compile torchao's layers less strictly after a failure, at last not at all.
+
+        Args:
+            model: As before.
+            reason: Why the last attempt failed, for the note.
+
+        Returns:
+            Whether there is something left to try: only for torchao, first with graph
+            breaks, then eagerly.
+        """
+        if self.spec.kind != TORCHAO or self.note.startswith("eager"):
+            return False
+        if self.note:
+            self.note = f"eager, not compiled: {reason}"
+            self._calls = [None] * len(self._layers)
+        else:
+            self.note = f"compiled with graph breaks: {reason}"
+            self._compile(model, fullgraph=False)
+        return True
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether its layers run compiled."""
+        return any(call is not None for call in self._calls)
 
     @contextmanager
     def active(self) -> Iterator[None]:

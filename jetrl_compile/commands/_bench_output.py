@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from jetrl_compile.bench.results import Results, Row
     from jetrl_compile.bench.targets import Verdict
 
-# Values that are not in the row's own unit, and how they are shown.
+# How values are shown; others with two decimals.
 _FORMATS = {
     "GB/s": "{:,.0f}",
     "TFLOP/s": "{:,.1f}",
@@ -21,41 +21,64 @@ _FORMATS = {
 }
 
 
-def print_results(results: "Results") -> None:
-    """Print a table of all rows, and where they were measured."""
-    from rich.table import Table
+# Ratios come first, the baselines in this order.
+_FIRST = ("over eager", "over compile", "over torchao", "over BF16")
 
+
+def print_results(results: "Results") -> None:
+    """Print the tables, the notes below each, and where all was measured."""
     out = console()
-    names = list(dict.fromkeys(name for row in results.rows for name in row.values))
-    timed = any(row.timing for row in results.rows)
-    table = Table(box=None, pad_edge=False)
-    table.add_column(results.kind, no_wrap=True)
-    table.add_column("way", no_wrap=True)
-    if timed:
-        table.add_column("ms", justify="right")
-        table.add_column("spread", justify="right")
-    for name in names:
-        table.add_column(name, justify="right")
-    table.add_column("")
-    last = ""
-    for row in results.rows:
-        cells = [row.case if row.case != last else "", row.way]
-        if timed:
-            cells += _times(row)
-        cells += [_shown(name, row) for name in names]
-        cells.append(f"failed: {row.note}" if row.failed else row.note)
-        table.add_row(*cells)
-        last = row.case
-    out.print(table)
+    for title in dict.fromkeys(row.table for row in results.rows):
+        rows = [row for row in results.rows if row.table == title]
+        _print_table(title or results.kind, rows)
+        out.print()
     found = results.environment
     versions = ", ".join(f"{k} {v}" for k, v in found.versions.items() if v)
     settings = ", ".join(
         f"{k} {v}" for k, v in results.settings.items() if not isinstance(v, list)
     )
     driver = f", driver {found.driver}" if found.driver else ""
-    out.print(f"\n{results.model}: {settings}")
+    out.print(f"{results.model}: {settings}")
     out.print(f"{found.device}{driver}; python {found.python}, {versions}")
     out.print(f"{found.date}  {found.command}")
+
+
+def _print_table(title: str, rows: "list[Row]") -> None:
+    from rich.table import Table
+
+    found = list(dict.fromkeys(name for row in rows for name in row.values))
+    names = [name for name in _FIRST if name in found]
+    names += [name for name in found if name not in names]
+    timed = any(row.timing for row in rows)
+    table = Table(box=None, pad_edge=False)
+    table.add_column(title, no_wrap=True)
+    table.add_column("way", no_wrap=True)
+    for name in (*(("ms", "spread") if timed else ()), *names, "note"):
+        table.add_column(name, justify="right", no_wrap=True)
+    notes: list[str] = []
+    last = ""
+    for row in rows:
+        cells = [row.case if row.case != last else "", row.way]
+        if timed:
+            cells += _times(row)
+        cells += [_shown(name, row) for name in names]
+        cells.append(_reference(row, notes))
+        table.add_row(*cells)
+        last = row.case
+    out = console()
+    out.print(table)
+    for number, note in enumerate(notes, start=1):
+        out.print(f"[{number}] {note}")
+
+
+def _reference(row: "Row", notes: list[str]) -> str:
+    """Return the number of a row's note among the notes below the table."""
+    if not row.note:
+        return ""
+    text = f"failed: {row.note}" if row.failed else row.note
+    if text not in notes:
+        notes.append(text)
+    return f"[{notes.index(text) + 1}]"
 
 
 def print_verdicts(verdicts: "list[Verdict]") -> None:
@@ -81,7 +104,7 @@ def print_verdicts(verdicts: "list[Verdict]") -> None:
 
 def _times(row: "Row") -> list[str]:
     if row.timing is None:
-        return ["", ""]
+        return ["failed" if row.failed else "", ""]
     return [f"{row.timing.median:.4g}", f"{row.timing.spread:.1%}"]
 
 

@@ -1,0 +1,478 @@
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import IGNORE_LRU_CACHE, IGNORE_SCRIPT_METHOD
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from jetrl_compile import cli
+from jetrl_compile.bench import kernels, models, runs, targets, torchao
+from jetrl_compile.bench.compare_ways import Plan, compare_ways
+from jetrl_compile.bench.gradients import exact_linears, kind_of, sqnr
+from jetrl_compile.bench.profiling import KernelTime, group_of, profile_text
+from jetrl_compile.bench.results import Results, Row, compare, environment
+from jetrl_compile.bench.steps import (
+    Shape,
+    layer_steps,
+    parse_shape,
+    stack_steps,
+)
+from jetrl_compile.bench.timing import Clock, Timing, in_turns, summarize
+from jetrl_compile.bench.ways import WaySpec, choose_ways, parse_way
+from jetrl_compile.errors import JetRLError, ModelError, ProviderError, RecipeError
+from jetrl_compile.layers import decoder_layers
+
+pytestmark = [
+    IGNORE_SCRIPT_METHOD,
+    IGNORE_LRU_CACHE,
+    # Dynamo looks at the gradients of a layer's inputs.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+CPU = torch.device("cpu")
+CONFIG = {
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "vocab_size": 320,
+    "max_position_embeddings": 128,
+}
+WHOLE_BLOCKS = {"num_key_value_heads": 2, "intermediate_size": 256}
+# Inductor takes half a minute on a CPU.
+QUICK = ["--way", "jetrl:lowering=aot", "--way", "compile:backend=aot_eager"]
+ON_CPU = ["--device", "cpu", "--rounds", "2"]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return str(tmp_path)
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(cli.app, ["bench", *map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def cells(rows: Iterable[Row]) -> dict[tuple[str, str], Row]:
+    return {(row.case, row.way): row for row in rows}
+
+
+# Timing ----------------------------------------------------------------------------
+
+
+def test_ways_take_turns() -> None:
+    log: list[str] = []
+    works = {name: (lambda name=name: log.append(name)) for name in "abc"}
+    timings = in_turns(works, Clock(CPU), 3, before=lambda name: log.append(f"+{name}"))
+    assert log == ["+a", "+b", "+c", *["+a", "a", "+b", "b", "+c", "c"] * 3]
+    assert {timing.samples for timing in timings.values()} == {3}
+
+
+def test_a_summary_is_of_medians() -> None:
+    found = summarize([4.0, 1.0, 2.0, 3.0, 100.0])
+    assert (found.median, found.low, found.high, found.samples) == (3, 1, 100, 5)
+    assert summarize([2.0]) == Timing(2, 2, 2, 0, 1)
+
+
+def test_ratios_and_memory_against_baselines() -> None:
+    def row(way: str, ms: float, peak: float) -> Row:
+        return Row("x", way, summarize([ms]), {"peak GiB": peak})
+
+    failed = Row("x", "broken", failed=True)
+    rows = [row("eager", 8, 9), row("compile", 4, 5), row("jetrl", 2, 4), failed]
+    found = cells(compare(rows, ("eager", "compile", "torchao")))
+    assert found["x", "jetrl"].values == {
+        "peak GiB": 4,
+        "over eager": 4,
+        "over compile": 2,
+        "peak over compile": 0.8,
+    }
+    assert found["x", "compile"].values == {"peak GiB": 5, "over eager": 2}
+    assert found["x", "broken"].values == {}
+
+
+# What is measured ------------------------------------------------------------------
+
+
+def test_built_in_shapes() -> None:
+    found = models.gemm_sizes(models.find_config("qwen3-8b"))
+    assert [(size.name, size.n, size.k) for size in found] == [
+        ("qkv", 6144, 4096),
+        ("o", 4096, 4096),
+        ("gate_up", 24576, 4096),
+        ("down", 4096, 12288),
+    ]
+    billions = {"qwen3-8b": 8.19, "qwen3-32b": 32.8, "qwen2.5-7b": 7.6}
+    for name in models.BUILT_IN:
+        made = models.find_config(name)
+        inner = sum(size.n * size.k for size in models.gemm_sizes(made))
+        total = made.num_hidden_layers * inner + 2 * made.vocab_size * made.hidden_size
+        assert round(total / 1e9, 1) == round(billions.get(name, 8.0), 1), name
+    assert len(models.find_config("qwen2.5-7b", layers=3).layer_types) == 3
+
+
+def test_models_that_cannot_be_measured(config: str, tmp_path: Path) -> None:
+    for arguments, words in (
+        (("stack", "qwen3-9b", *ON_CPU), "is no built-in shape"),
+        (("stack", "qwen3-8b", *ON_CPU), "qwen3-8b needs a GPU"),
+        (("stack", config, *ON_CPU, "--layers", 3), "the model has 2"),
+        (("stack", config, *ON_CPU, "--shape", "4*8"), "write BATCHxLENGTH"),
+        (("stack", config, *ON_CPU, "--graphs", "step"), "CUDA graphs need a GPU"),
+        (("stack", config, *ON_CPU, "--skip", "x"), "no way 'x' to skip"),
+    ):
+        status, out, err = run(*arguments)
+        assert (status, out) == (2, "")
+        assert words in " ".join(err.split())
+    if not torch.cuda.is_available():
+        assert "no CUDA GPU was found" in run("stack", "qwen3-8b")[2]
+    (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
+    with pytest.raises(ModelError, match="holds no config that"):
+        models.find_config(config)
+
+
+def test_shapes_are_read() -> None:
+    assert parse_shape("4x2048") == Shape(4, 2048)
+    for text in ("", "4", "x4", "4x", "0x4", "4x-1", "4x4x4"):
+        with pytest.raises(ModelError, match="cannot be read"):
+            parse_shape(text)
+
+
+def test_ways_are_read() -> None:
+    assert parse_way("eager") == WaySpec("eager", "eager")
+    assert parse_way("jetrl") == WaySpec("jetrl", "jetrl", {"recipe": "jetrl"})
+    assert parse_way("jetrl_paper").options == {"recipe": "jetrl_paper"}
+    found = parse_way("mine:cache=true,count=3,providers=triton+reference,x=y")
+    assert (found.name, found.kind) == ("mine", "jetrl")
+    assert found.options == {
+        "cache": True,
+        "count": 3,
+        "providers": ("triton", "reference"),
+        "x": "y",
+    }
+    for text in ("", ":a=b", "a:b", "a:=b", "a:b=c,", "jetrl_papr"):
+        with pytest.raises(RecipeError):
+            parse_way(text)
+    ways = choose_ways(("eager", "jetrl"), ("jetrl:lowering=aot",), ("eager",))
+    assert ways == [parse_way("jetrl:lowering=aot")]
+    with pytest.raises(RecipeError, match="every way is skipped"):
+        choose_ways(("eager",), (), ("eager",))
+
+
+# Stacks and layers -----------------------------------------------------------------
+
+
+def test_stack_in_every_way_on_one_model(config: str) -> None:
+    model = models.make_model(models.find_config(config), CPU)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    steps = stack_steps(model, Shape(1, 24), CPU)
+    wanted = steps.forward()
+    specs = choose_ways(
+        ("eager", "compile:backend=aot_eager", "jetrl:lowering=aot"),
+        ("bad:recipe=nothing", "worse:lowering=aot,providers=deep_gemm"),
+        (),
+    )
+    rows = compare_ways(model, specs, stack_steps, Plan(CPU, (Shape(1, 24),), rounds=1))
+    found = cells(rows)
+    assert len(rows) == 2 * len(specs)
+    for step in ("forward", "forward+backward"):
+        case = f"{step} 1x24"
+        for way in ("eager", "compile", "jetrl"):
+            row = found[case, way]
+            assert row.timing is not None
+            assert not row.failed
+            assert "same bits again" in row.note
+            assert "attention flash" in row.note
+        # Two layers share one graph: one for training, one for inference.
+        assert found[case, "compile"].values["graphs"] == 2
+        assert found[case, "jetrl"].values["graphs"] == 2
+        assert "recipe 'nothing' is unknown" in found[case, "bad"].note
+        assert found[case, "worse"].failed
+        assert found[case, "jetrl"].values.keys() >= {"over eager", "over compile"}
+    for layer in decoder_layers(model).values():
+        assert layer._compiled_call_impl is None
+    assert torch.equal(steps.forward(), wanted)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None
+        assert torch.equal(parameter, before[name])
+
+
+def test_a_way_that_runs_eagerly_fails(config: str) -> None:
+    model = models.make_model(models.find_config(config), CPU)
+    plan = Plan(CPU, (Shape(1, 8),), rounds=1, forward_only=True)
+    specs = [parse_way("eager"), parse_way("compile:backend=aot_eager")]
+    with torch.compiler.set_stance("force_eager"):
+        first, second = compare_ways(model, specs, stack_steps, plan)
+    assert first.timing is not None
+    assert (second.timing, second.failed) == (None, True)
+    assert second.note == "Dynamo compiled nothing, so the layers ran eagerly"
+
+
+def test_two_shapes_forward_only(config: str) -> None:
+    arguments = ["--shape", "2x4", "--shape", "1x8", "--forward-only", "--check"]
+    status, out, err = run(
+        "stack", config, *ON_CPU, *arguments, *QUICK, "--skip", "jetrl"
+    )
+    assert "forward 2x4" in out
+    assert "forward 1x8" in out
+    assert "backward" not in out
+    assert (status, "no target is set" in err) == (2, True)
+
+
+def test_stack_command(config: str, tmp_path: Path) -> None:
+    file, profile = tmp_path / "out.json", tmp_path / "profile.txt"
+    arguments = ["--shape", "1x16", "--layers", 1, *QUICK]
+    status, out, _ = run(
+        "stack", config, *ON_CPU, *arguments, "--json", file, "--profile", profile
+    )
+    assert status == 0
+    assert "forward+backward 1x16" in out
+    table = json.loads(file.read_text())
+    assert (table["format"], table["version"]) == ("jetrl.bench", 1)
+    assert len(table["rows"]) == 2 * 3
+    assert table["settings"]["layers"] == 1
+    assert table["environment"]["versions"]["torch"] == torch.__version__.split("+")[0]
+    assert {"torchao", "deep_gemm", "triton"} <= set(table["environment"]["versions"])
+    assert table["rows"][0]["timing"]["samples"] == 2
+    text = profile.read_text()
+    assert text.startswith("jetrl, forward: ")
+    assert "jetrl::gemm" in text
+    assert "jetrl, forward+backward: " in text
+
+
+class FakeFp8(nn.Linear):
+    """Stands for torchao's layer, which needs a GPU."""
+
+    compiles = True
+
+    @classmethod
+    def from_float(cls, linear: nn.Linear) -> "FakeFp8":
+        with torch.device("meta"):
+            made = cls(linear.in_features, linear.out_features, bias=False)
+        made.weight = linear.weight
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.compiles and torch.compiler.is_compiling():
+            raise ValueError("no compiling")
+        result: Tensor = super().forward(x)
+        return result
+
+
+class Uncompilable(FakeFp8):
+    compiles = False
+
+
+@pytest.mark.parametrize("kind", [FakeFp8, Uncompilable])
+def test_layer_with_torchao(
+    kind: type[FakeFp8], config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (Path(config) / "config.json").write_text(
+        json.dumps({**CONFIG, **WHOLE_BLOCKS, "attention_bias": True})
+    )
+    monkeypatch.setattr(torchao, "linear_class", lambda: kind)
+    model = models.make_model(models.find_config(config, 1), CPU)
+    specs = [parse_way("eager"), parse_way("torchao:backend=aot_eager")]
+    plan = Plan(CPU, (Shape(1, 8),), rounds=1)
+    rows = cells(compare_ways(model, specs, layer_steps, plan))
+    for step in ("forward", "forward+backward"):
+        row = rows[f"{step} 1x8", "torchao"]
+        assert not row.failed, row.note
+        assert ("with graph breaks" in row.note) == (kind is Uncompilable)
+    assert not any(isinstance(m, FakeFp8) for m in model.modules())
+
+
+def test_torchao_that_is_not_to_be_had(
+    config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, out, _ = run("layer", config, *ON_CPU, "--shape", "1x8", *QUICK)
+    assert status == 0
+    assert "failed: torchao" in out
+    monkeypatch.setattr(torchao, "linear_class", lambda: FakeFp8)
+    model = models.make_model(models.find_config(config), CPU)
+    with pytest.raises(
+        ProviderError, match="k_proj is 64x128; torchao's layer needs multiples"
+    ):
+        torchao.with_fp8_linears(list(decoder_layers(model).values()))
+
+
+# Gradients -------------------------------------------------------------------------
+
+
+def test_gradients_command(config: str, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    more = ["--way", "jetrl:lowering=aot", "--way", "bad:recipe=nothing"]
+    arguments = ["--device", "cpu", "--shape", "1x16", "--layers", 1, "--json", file]
+    status, out, _ = run(
+        "gradients", config, *arguments, *more, "--skip", "jetrl_paper"
+    )
+    assert status == 0
+    assert "failed: recipe 'nothing' is unknown" in out
+    rows = {(r["case"], r["way"]): r for r in json.loads(file.read_text())["rows"]}
+    assert rows["all parameters", "eager"]["values"]["median dB"] in ("inf", 99.0)
+    jetrl = rows["mlp.down_proj.weight", "jetrl"]["values"]
+    assert 15 < jetrl["min dB"] <= jetrl["median dB"] < 30
+    assert jetrl["parameters"] == 1
+    assert ("model.norm.weight", "jetrl") in rows
+
+
+def test_exact_linear_is_a_linear_layer() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(24, 8)
+    x = torch.randn(2, 3, 24, requires_grad=True)
+    found: list[list[Tensor]] = []
+    for exact in (False, True):
+        linear.zero_grad()
+        x.grad = None
+        if exact:
+            with exact_linears(linear):
+                y = linear(x)
+        else:
+            y = linear(x)
+        y.square().sum().backward()
+        assert x.grad is not None
+        assert linear.weight.grad is not None
+        found.append([y, x.grad, linear.weight.grad.clone()])
+    for left, right in zip(*found, strict=True):
+        torch.testing.assert_close(left, right)
+    assert "forward" not in vars(linear)
+
+
+def test_sqnr_and_kinds() -> None:
+    x = torch.tensor([3.0, 4.0])
+    assert sqnr(x, x) == math.inf
+    assert sqnr(x, x + torch.tensor([0.5, 0.0])) == pytest.approx(20)
+    assert sqnr(x, x / 0) == -math.inf
+    assert sqnr(0 * x, x) == -math.inf
+    layers = ["model.layers.1", "model.layers.10"]
+    assert kind_of("model.layers.10.mlp.up_proj.weight", layers) == "mlp.up_proj.weight"
+    assert kind_of("model.norm.weight", layers) == "model.norm.weight"
+
+
+# Kernels ---------------------------------------------------------------------------
+
+
+def test_kernels_command(config: str, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    status, out, _ = run("kernels", config, *ON_CPU, "--m", 8, "--m", 3, "--json", file)
+    assert status == 0
+    assert "wgrad all M=3, recipe jetrl_paper" in out
+    rows = [row for row in json.loads(file.read_text())["rows"]]
+    first = {r["way"]: r["values"] for r in rows if r["case"] == "8x192"}
+    assert len(first) == len(kernels.KERNELS) + 1
+    assert all(values["of copy"] for way, values in first.items() if way != "copy")
+    gemm = {(r["case"], r["way"]): r["values"] for r in rows if r["table"] == "GEMMs"}
+    for case in ("fprop qkv M=8, recipe jetrl", "wgrad all M=8, recipe jetrl"):
+        assert gemm[case, "reference"].keys() == {"TFLOP/s", "over BF16"}
+    # Forward is the same in both recipes, and measured once.
+    assert not any("fprop" in case and "paper" in case for case, _ in gemm)
+
+
+def test_a_broken_kernel_is_told_and_others_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such instruction")
+
+    one = kernels.Kernel("quantize", "broken", kernels.KERNELS[0].inputs, broken)
+    monkeypatch.setattr(kernels, "KERNELS", (one, kernels.KERNELS[0]))
+    rows = cells(kernels.measure_kernels([(4, 128)], CPU, 1, print))
+    assert rows["4x128", "quantize: broken"].note == "RuntimeError: no such instruction"
+    assert rows["4x128", "quantize: 1x128"].timing is not None
+
+
+def test_bytes_are_those_of_arguments_and_results() -> None:
+    kernel = next(k for k in kernels.KERNELS if k.op == "silu_mul_quantize")
+    _, moved = kernels._rotating(kernel, 4, 256, CPU)
+    assert moved == 4 * 256 * (2 + 2 + 1) + 4 * 2 * 4
+
+
+# Profiles and targets --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kernel", "group"),
+    [
+        ("void deep_gemm::sm90_fp8_gemm_1d2d_impl<(cute::UMMA::Major)0>", "GEMM"),
+        ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NTN", "GEMM"),
+        ("void flash_fwd_kernel<Flash_fwd_kernel_traits>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
+        ("_rms_norm_quantize_kernel", "quantize + fused"),
+        ("_silu_mul_backward_quantize_kernel", "quantize + fused"),
+        ("triton_poi_fused_silu_mul_3", "Inductor"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("void at::native::vectorized_elementwise_kernel", "other"),
+    ],
+)
+def test_groups_of_kernels(kernel: str, group: str) -> None:
+    assert group_of(kernel) == group
+
+
+def test_profile_text() -> None:
+    made = [KernelTime(f"gemm_{i}", "GEMM", 2, 10.0 - i / 10) for i in range(45)]
+    lines = profile_text(made, "jetrl").splitlines()
+    assert lines[0] == "jetrl: 351.000 ms in kernels"
+    assert lines[3].split() == ["351.000", "100.0", "90", "GEMM"]
+    assert lines[-1].endswith("and 5 more")
+
+
+def stack_results(jetrl_ms: float, **changes: Any) -> Results:
+    rows = [
+        Row("forward 4x2048", way, summarize([ms]))
+        for way, ms in (("eager", 247.0), ("compile", 185.0), ("jetrl", jetrl_ms))
+    ]
+    rows = compare(rows, ("eager", "compile"))
+    made = Results("stack", "qwen3-8b", tuple(rows), environment(CPU))
+    return Results(**{**vars(made), **changes})
+
+
+def test_verdicts() -> None:
+    found = targets.verdicts(stack_results(130.0))
+    assert [(v.target.value, v.reached) for v in found] == [
+        ("over compile", True),
+        ("over eager", True),
+    ]
+    assert not any(v.reached for v in targets.verdicts(stack_results(150.0)))
+    assert targets.verdicts(stack_results(130.0, model="other")) == []
+    missing = (Row("forward 4x2048", "jetrl", failed=True, note="out of memory"),)
+    (first, _) = targets.verdicts(stack_results(1.0, rows=missing))
+    assert (first.reached, first.reason) == (False, "out of memory")
+
+
+@pytest.mark.parametrize(("ms", "status"), [(130.0, 0), (150.0, 1)])
+def test_check_exit_status(
+    ms: float, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "run_stack", lambda *_: stack_results(ms))
+    found, out, _ = run("stack", "qwen3-8b", "--check")
+    assert found == status
+    assert ("MISSED" in out) == bool(status)
+    assert "at least 1.4" in out
+
+
+def test_errors_are_the_projects_own() -> None:
+    with pytest.raises(JetRLError):
+        Plan(CPU, (), graphs="all")
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("graphs", ["none", "step"])
+def test_stack_on_a_gpu(config: str, graphs: str) -> None:
+    device = torch.device("cuda")
+    model = models.make_model(models.find_config(config), device)
+    plan = Plan(device, (Shape(2, 128),), rounds=3, graphs=graphs, run_ahead=True)
+    specs = choose_ways(runs.STACK_WAYS, (), ())
+    rows = compare_ways(model, specs, stack_steps, plan)
+    assert not [row.note for row in rows if row.failed]
+    train = [row for row in rows if row.case.startswith("forward+backward")]
+    assert all(row.values["peak GiB"] > 0 for row in train)
