@@ -30,6 +30,7 @@ from jetrl_compile.kernels.triton_common import (
     encode,
     encode_words,
     jit,
+    largest,
     magnitude,
     on_device,
     region_scale,
@@ -112,24 +113,30 @@ def _tile_kernel(
 
     to = codes + in_row.to(tl.int64) * codes_stride + col[None, :]
     if STRAIGHT == _GROUPS:
-        beside = scales + tile_c * scales_stride + row
-        _store_groups(x0, to, beside, row, in_col, R, FLOOR, UE8M0, EVEN)
+        s0 = region_scale(absmax(x0, 1), FLOOR, UE8M0)
+        s1 = region_scale(absmax(x1, 1), FLOOR, UE8M0)
+        s2 = region_scale(absmax(x2, 1), FLOOR, UE8M0)
+        s3 = region_scale(absmax(x3, 1), FLOOR, UE8M0)
+        _store(to, encode(x0, s0[:, None]), in_row, in_col, R, EVEN)
         to += codes_stride
-        _store_groups(x1, to, beside + 1, row + 1, in_col, R, FLOOR, UE8M0, EVEN)
+        _store(to, encode(x1, s1[:, None]), in_row + 1, in_col, R, EVEN)
         to += codes_stride
-        _store_groups(x2, to, beside + 2, row + 2, in_col, R, FLOOR, UE8M0, EVEN)
+        _store(to, encode(x2, s2[:, None]), in_row + 2, in_col, R, EVEN)
         to += codes_stride
-        _store_groups(x3, to, beside + 3, row + 3, in_col, R, FLOOR, UE8M0, EVEN)
+        _store(to, encode(x3, s3[:, None]), in_row + 3, in_col, R, EVEN)
+        # Four scales of adjacent rows lie beside each other.
+        all4 = tl.join(tl.join(s0, s2), tl.join(s1, s3)).reshape(128)
+        every = tile_r * 128 + tl.arange(0, 128)
+        tl.store(scales + tile_c * scales_stride + every, all4, mask=every < R)
 
     if STRAIGHT == _BLOCKS or TURNED != _NONE:
         top = tl.maximum(
             tl.maximum(magnitude(x0), magnitude(x1)),
             tl.maximum(magnitude(x2), magnitude(x3)),
         )
-        top = tl.max(top, axis=0)
+        amax = largest(top, 0)
     if STRAIGHT == _BLOCKS or TURNED == _BLOCKS:
-        amax = tl.max(top, axis=0).to(tl.float32, bitcast=True)
-        block_scale = region_scale(amax, FLOOR, UE8M0)
+        block_scale = region_scale(absmax(amax, 0), FLOOR, UE8M0)
     if STRAIGHT == _BLOCKS:
         tl.store(scales + tile_r * scales_stride + tile_c, block_scale)
         _store(to, encode(x0, block_scale), in_row, in_col, R, EVEN)
@@ -144,7 +151,7 @@ def _tile_kernel(
         tl.store(scales_t + tile_c * scales_t_stride + tile_r, block_scale)
         word = encode_words(x0, x1, x2, x3, block_scale)
     if TURNED == _GROUPS:
-        scale = region_scale(top.to(tl.float32, bitcast=True), FLOOR, UE8M0)
+        scale = region_scale(amax, FLOOR, UE8M0)
         tl.store(scales_t + tile_r * scales_t_stride + col, scale, mask=col < C)
         word = encode_words(x0, x1, x2, x3, scale[None, :])
     if TURNED != _NONE:
@@ -153,9 +160,11 @@ def _tile_kernel(
 
 @jit
 def load(at: tl.tensor, inside: tl.tensor, EVEN: tl.constexpr) -> tl.tensor:
-    """Return values of the source in FP32, rounded to BF16; 0 outside."""
+    """Return values of the source in BF16; 0 outside."""
     value = tl.load(at) if EVEN else tl.load(at, mask=inside, other=0.0)
-    return round_bf16(value) if value.dtype == tl.float32 else value.to(tl.float32)
+    if value.dtype == tl.float32:
+        value = round_bf16(value).to(tl.bfloat16)
+    return value
 
 
 @jit
@@ -205,23 +214,6 @@ def _store(
         tl.store(at, code)
     else:
         tl.store(at, code, mask=(row < R) & in_col)
-
-
-@jit
-def _store_groups(
-    value: tl.tensor,
-    at: tl.tensor,
-    scale_at: tl.tensor,
-    row: tl.tensor,
-    in_col: tl.tensor,
-    R: tl.tensor,
-    FLOOR: tl.constexpr,
-    UE8M0: tl.constexpr,
-    EVEN: tl.constexpr,
-) -> None:
-    scale = region_scale(absmax(value, 1), FLOOR, UE8M0)
-    tl.store(scale_at, scale, mask=row < R)
-    _store(at, encode(value, scale[:, None]), row[:, None], in_col, R, EVEN)
 
 
 def rejects(

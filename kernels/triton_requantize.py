@@ -13,10 +13,12 @@ from jetrl_compile.formats import AMAX_FLOOR, short_name
 from jetrl_compile.granularity import Granularity
 from jetrl_compile.kernels.layouts import E4M3, empty_quantized
 from jetrl_compile.kernels.triton_common import (
+    absmax,
     cannot_run,
     decode,
     encode_words_fp32,
     jit,
+    largest,
     magnitude,
     on_device,
     region_scale,
@@ -59,20 +61,17 @@ def _requantize_kernel(
     x2 = _load(at, beside, row + 2, in_col, R, EVEN)
     at, beside = at + codes_stride, beside + scales_stride_r
     x3 = _load(at, beside, row + 3, in_col, R, EVEN)
-    top = tl.max(
-        tl.maximum(
-            tl.maximum(magnitude(x0), magnitude(x1)),
-            tl.maximum(magnitude(x2), magnitude(x3)),
-        ),
-        axis=0,
+    top = tl.maximum(
+        tl.maximum(magnitude(x0), magnitude(x1)),
+        tl.maximum(magnitude(x2), magnitude(x3)),
     )
+    amax = largest(top, 0)
     if BLOCKS:
-        amax = tl.max(top, axis=0).to(tl.float32, bitcast=True)
-        scale = region_scale(amax, FLOOR, UE8M0)
+        scale = region_scale(absmax(amax, 0), FLOOR, UE8M0)
         tl.store(scales_t + tile_c * scales_t_stride + tile_r, scale)
         word = encode_words_fp32(x0, x1, x2, x3, scale)
     else:
-        scale = region_scale(top.to(tl.float32, bitcast=True), FLOOR, UE8M0)
+        scale = region_scale(amax, FLOOR, UE8M0)
         tl.store(scales_t + tile_r * scales_t_stride + col, scale, mask=col < C)
         word = encode_words_fp32(x0, x1, x2, x3, scale[None, :])
     store_turned(word, codes_t, codes_t_stride, tile_r, tile_c, R, C, EVEN)
