@@ -228,7 +228,7 @@ def scale_rows_quantize(
                 x.stride(0),
                 codes.stride(0),
                 scale_stride,
-                HEIGHT=launch.height,
+                QUARTER=launch.height // 4,
                 BAND=launch.band,
                 TRANSPOSE=transpose,
                 BLOCKS=rows != 1,

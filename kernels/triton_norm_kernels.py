@@ -14,9 +14,11 @@ from jetrl_compile.kernels.triton_common import (
 from jetrl_compile.kernels.triton_tiles import (
     WIDTH,
     kernel,
-    load_tile,
-    quantize_tile,
-    store_tile,
+    load_quad,
+    load_rows,
+    quantize_quad,
+    quantize_turned,
+    store_quad,
     tile_origin,
 )
 
@@ -192,7 +194,7 @@ def scale_kernel(
     x_stride: tl.tensor,
     code_stride: tl.tensor,
     scale_stride: tl.tensor,
-    HEIGHT: tl.constexpr,
+    QUARTER: tl.constexpr,
     BAND: tl.constexpr,
     TRANSPOSE: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -200,38 +202,22 @@ def scale_kernel(
     FLOOR: tl.constexpr,
     UE8M0: tl.constexpr,
 ) -> None:
-    """Run `triton_norm.scale_rows_quantize` on a tile of (HEIGHT, 128)."""
-    row, col = tile_origin(rows, cols, HEIGHT, BAND)
-    down, right = row + tl.arange(0, HEIGHT), col + tl.arange(0, WIDTH)
-    value = load_tile(x, row, col, rows, cols, x_stride, HEIGHT, FULL).to(tl.float32)
-    factor = tl.load(rstd + down) if FULL else tl.load(rstd + down, mask=down < rows)
-    w = tl.load(weight + right) if FULL else tl.load(weight + right, mask=right < cols)
-    y = _scaled(value, factor[:, None], w.to(tl.float32)[None, :])
-    if not FULL:
-        inside = (down < rows)[:, None] & (right < cols)[None, :]
-        y = tl.where(inside, y, 0.0)
+    """Run `triton_norm.scale_rows_quantize` on a tile."""
+    row, col = tile_origin(rows, cols, QUARTER, BAND)
+    value = load_quad(x, row, col, rows, cols, x_stride, QUARTER, FULL)
+    # 0 outside: a factor of infinity does not get there.
+    factor = load_rows(rstd, row, rows, QUARTER, FULL)
+    w = _read(weight, col + tl.arange(0, WIDTH), cols, FULL)[None, :]
+    y = (
+        _scaled(value[0].to(tl.float32), factor[0], w),
+        _scaled(value[1].to(tl.float32), factor[1], w),
+        _scaled(value[2].to(tl.float32), factor[2], w),
+        _scaled(value[3].to(tl.float32), factor[3], w),
+    )
     if kept is not None:
-        kept_y = y.to(tl.bfloat16)
-        store_tile(kept_y, kept, row, col, rows, cols, cols, HEIGHT, FULL)
+        store_quad(y, kept, row, col, rows, cols, cols, QUARTER)
     if TRANSPOSE:
-        quantize_tile(
-            tl.trans(y),
-            codes,
-            scales,
-            col,
-            row,
-            cols,
-            rows,
-            code_stride,
-            scale_stride,
-            HEIGHT,
-            BLOCKS,
-            FULL,
-            FLOOR,
-            UE8M0,
-        )
-    else:
-        quantize_tile(
+        quantize_turned(
             y,
             codes,
             scales,
@@ -241,7 +227,23 @@ def scale_kernel(
             cols,
             code_stride,
             scale_stride,
-            HEIGHT,
+            BLOCKS,
+            FULL,
+            FLOOR,
+            UE8M0,
+        )
+    else:
+        quantize_quad(
+            y,
+            codes,
+            scales,
+            row,
+            col,
+            rows,
+            cols,
+            code_stride,
+            scale_stride,
+            QUARTER,
             BLOCKS,
             FULL,
             FLOOR,

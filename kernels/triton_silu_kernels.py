@@ -4,21 +4,81 @@ One program reads a tile of 128 columns of each input once and makes every outpu
 it, one after another. The rounding points are those of `reference_fused`.
 """
 
-from jetrl_compile.kernels.triton_common import jit, round_bf16, tl
+from jetrl_compile.kernels.triton_common import INTERPRETED, jit, round_bf16, tl
 from jetrl_compile.kernels.triton_tiles import (
     WIDTH,
     kernel,
-    load_tile,
-    quantize_tile,
-    store_tile,
+    load_quad,
+    load_rows,
+    quantize_quad,
+    quantize_turned,
+    store_quad,
     tile_origin,
 )
 
 
 @jit
 def _sigmoid(gate: tl.tensor) -> tl.tensor:
-    """1 / (1 + exp(-gate)) in FP32."""
-    return 1.0 / (tl.exp(-gate) + 1.0)
+    """1 / (1 + exp(-gate)) in FP32; 0 below gate = -87."""
+    if INTERPRETED:
+        return 1.0 / (tl.exp(-gate) + 1.0)
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .f32 power;
+        mul.f32 power, $1, 0fBFB8AA3B;
+        ex2.approx.ftz.f32 power, power;
+        add.f32 power, power, 0f3F800000;
+        rcp.approx.ftz.f32 $0, power;
+        }
+        """,
+        "=f,f",
+        [gate],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@jit
+def _round(x: tl.tensor) -> tl.tensor:
+    """As `round_bf16`, two numbers an instruction."""
+    if INTERPRETED:
+        return round_bf16(x)
+    rounded = tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;",
+        "=r,f,f",
+        [x],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+    return rounded.to(tl.float32)
+
+
+@jit
+def _silu_mul(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
+    gate = gate.to(tl.float32)
+    return round_bf16(_round(gate * _sigmoid(gate)) * up.to(tl.float32))
+
+
+@jit
+def _gate_gradient(dy: tl.tensor, gate: tl.tensor, up: tl.tensor) -> tl.tensor:
+    gate = gate.to(tl.float32)
+    sigmoid = _sigmoid(gate)
+    outer = round_bf16(dy.to(tl.float32) * up.to(tl.float32)) * sigmoid
+    return _round(outer * (gate * (1.0 - sigmoid) + 1.0))
+
+
+@jit
+def _up_gradient(dy: tl.tensor, gate: tl.tensor) -> tl.tensor:
+    gate = gate.to(tl.float32)
+    return round_bf16(dy.to(tl.float32) * _round(gate * _sigmoid(gate)))
+
+
+@jit
+def _dequantized(codes: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    return _round(codes.to(tl.float32) * scale)
 
 
 @kernel
@@ -38,7 +98,7 @@ def forward_kernel(
     scale_stride: tl.tensor,
     code_stride_t: tl.tensor,
     scale_stride_t: tl.tensor,
-    HEIGHT: tl.constexpr,
+    QUARTER: tl.constexpr,
     BAND: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_T: tl.constexpr,
@@ -46,16 +106,19 @@ def forward_kernel(
     FLOOR: tl.constexpr,
     UE8M0: tl.constexpr,
 ) -> None:
-    """Run `triton_silu.silu_mul_quantize` on a tile of (HEIGHT, 128)."""
-    row, col = tile_origin(rows, cols, HEIGHT, BAND)
-    g = load_tile(gate, row, col, rows, cols, gate_stride, HEIGHT, FULL)
-    u = load_tile(up, row, col, rows, cols, up_stride, HEIGHT, FULL)
-    g = g.to(tl.float32)
-    y = round_bf16(round_bf16(g * _sigmoid(g)) * u.to(tl.float32))
+    """Run `triton_silu.silu_mul_quantize` on a tile."""
+    row, col = tile_origin(rows, cols, QUARTER, BAND)
+    g = load_quad(gate, row, col, rows, cols, gate_stride, QUARTER, FULL)
+    u = load_quad(up, row, col, rows, cols, up_stride, QUARTER, FULL)
+    y = (
+        _silu_mul(g[0], u[0]),
+        _silu_mul(g[1], u[1]),
+        _silu_mul(g[2], u[2]),
+        _silu_mul(g[3], u[3]),
+    )
     if kept is not None:
-        kept_y = y.to(tl.bfloat16)
-        store_tile(kept_y, kept, row, col, rows, cols, cols, HEIGHT, FULL)
-    quantize_tile(
+        store_quad(y, kept, row, col, rows, cols, cols, QUARTER)
+    quantize_quad(
         y,
         codes,
         scales,
@@ -65,24 +128,23 @@ def forward_kernel(
         cols,
         code_stride,
         scale_stride,
-        HEIGHT,
+        QUARTER,
         BLOCKS,
         FULL,
         FLOOR,
         UE8M0,
     )
     if codes_t is not None:
-        quantize_tile(
-            tl.trans(y),
+        quantize_turned(
+            y,
             codes_t,
             scales_t,
-            col,
             row,
-            cols,
+            col,
             rows,
+            cols,
             code_stride_t,
             scale_stride_t,
-            HEIGHT,
             BLOCKS_T,
             FULL,
             FLOOR,
@@ -91,7 +153,7 @@ def forward_kernel(
 
 
 @jit
-def _load_gate(
+def _load_kept(
     pointer: tl.tensor,
     scales: tl.tensor,
     row: tl.tensor,
@@ -100,18 +162,21 @@ def _load_gate(
     cols: tl.tensor,
     stride: tl.tensor,
     scale_stride: tl.tensor,
-    HEIGHT: tl.constexpr,
+    QUARTER: tl.constexpr,
     FULL: tl.constexpr,
 ) -> tl.tensor:
-    """Load a tile in BF16, or codes and the scales of their 1x128 groups, as FP32."""
-    tile = load_tile(pointer, row, col, rows, cols, stride, HEIGHT, FULL)
-    tile = tile.to(tl.float32)
+    """Load a tile in BF16, or codes and the scales of their 1x128 groups."""
+    quad = load_quad(pointer, row, col, rows, cols, stride, QUARTER, FULL)
     if scales is not None:
-        down = row + tl.arange(0, HEIGHT)
-        at = scales + (col // WIDTH).to(tl.int64) * scale_stride + down
-        scale = tl.load(at) if FULL else tl.load(at, mask=down < rows, other=0.0)
-        tile = round_bf16(tile * scale[:, None])
-    return tile
+        column = scales + (col // WIDTH).to(tl.int64) * scale_stride
+        scale = load_rows(column, row, rows, QUARTER, FULL)
+        quad = (
+            _dequantized(quad[0], scale[0]),
+            _dequantized(quad[1], scale[1]),
+            _dequantized(quad[2], scale[2]),
+            _dequantized(quad[3], scale[3]),
+        )
+    return quad
 
 
 @kernel
@@ -141,7 +206,7 @@ def backward_kernel(
     code_stride_t: tl.tensor,
     scale_stride_t: tl.tensor,
     scale_stride_x: tl.tensor,
-    HEIGHT: tl.constexpr,
+    QUARTER: tl.constexpr,
     BAND: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_T: tl.constexpr,
@@ -151,8 +216,8 @@ def backward_kernel(
     UE8M0: tl.constexpr,
 ) -> None:
     """Run `triton_silu.silu_mul_backward_quantize` on a tile of 128x128."""
-    row, col = tile_origin(rows, cols, HEIGHT, BAND)
-    g = _load_gate(
+    row, col = tile_origin(rows, cols, QUARTER, BAND)
+    g = _load_kept(
         gate,
         gate_scales,
         row,
@@ -161,38 +226,31 @@ def backward_kernel(
         cols,
         gate_stride,
         gate_scale_stride,
-        HEIGHT,
+        QUARTER,
         FULL,
     )
-    u = _load_gate(
-        up,
-        up_scales,
-        row,
-        col,
-        rows,
-        cols,
-        up_stride,
-        up_scale_stride,
-        HEIGHT,
-        FULL,
+    u = _load_kept(
+        up, up_scales, row, col, rows, cols, up_stride, up_scale_stride, QUARTER, FULL
     )
-    d = load_tile(dy, row, col, rows, cols, dy_stride, HEIGHT, FULL).to(tl.float32)
-    sigmoid = _sigmoid(g)
-    silu = round_bf16(g * sigmoid)
-    y = round_bf16(silu * u)
+    d = load_quad(dy, row, col, rows, cols, dy_stride, QUARTER, FULL)
+    y = (
+        _silu_mul(g[0], u[0]),
+        _silu_mul(g[1], u[1]),
+        _silu_mul(g[2], u[2]),
+        _silu_mul(g[3], u[3]),
+    )
     if kept_x is not None:
-        store_tile(y.to(tl.bfloat16), kept_x, row, col, rows, cols, cols, HEIGHT, FULL)
-    quantize_tile(
-        tl.trans(y),
+        store_quad(y, kept_x, row, col, rows, cols, cols, QUARTER)
+    quantize_turned(
+        y,
         codes_x,
         scales_x,
-        col,
         row,
-        cols,
+        col,
         rows,
+        cols,
         code_stride_t,
         scale_stride_x,
-        HEIGHT,
         BLOCKS_X,
         FULL,
         FLOOR,
@@ -200,24 +258,23 @@ def backward_kernel(
     )
     for half in tl.static_range(2):
         if half == 0:
-            outer = round_bf16(d * u) * sigmoid
-            gradient = round_bf16(outer * (g * (1.0 - sigmoid) + 1.0))
+            gradient = (
+                _gate_gradient(d[0], g[0], u[0]),
+                _gate_gradient(d[1], g[1], u[1]),
+                _gate_gradient(d[2], g[2], u[2]),
+                _gate_gradient(d[3], g[3], u[3]),
+            )
         else:
-            gradient = round_bf16(d * silu)
+            gradient = (
+                _up_gradient(d[0], g[0]),
+                _up_gradient(d[1], g[1]),
+                _up_gradient(d[2], g[2]),
+                _up_gradient(d[3], g[3]),
+            )
         at = col + half * cols
         if kept is not None:
-            store_tile(
-                gradient.to(tl.bfloat16),
-                kept,
-                row,
-                at,
-                rows,
-                2 * cols,
-                2 * cols,
-                HEIGHT,
-                FULL,
-            )
-        quantize_tile(
+            store_quad(gradient, kept, row, at, rows, 2 * cols, 2 * cols, QUARTER)
+        quantize_quad(
             gradient,
             codes,
             scales,
@@ -227,23 +284,22 @@ def backward_kernel(
             2 * cols,
             code_stride,
             scale_stride,
-            HEIGHT,
+            QUARTER,
             BLOCKS,
             FULL,
             FLOOR,
             UE8M0,
         )
-        quantize_tile(
-            tl.trans(gradient),
+        quantize_turned(
+            gradient,
             codes_t,
             scales_t,
-            at,
             row,
-            2 * cols,
+            at,
             rows,
+            2 * cols,
             code_stride_t,
             scale_stride_t,
-            HEIGHT,
             BLOCKS_T,
             FULL,
             FLOOR,
