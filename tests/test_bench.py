@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from jetrl_compile import cli
-from jetrl_compile.bench import kernels, models, runs, targets, torchao
+from jetrl_compile.bench import kernels, models, runs, targets, torchao, warm
 from jetrl_compile.bench.compare_ways import Plan, compare_ways
 from jetrl_compile.bench.gradients import exact_linears, kind_of, sqnr
 from jetrl_compile.bench.profiling import KernelTime, group_of, profile_text
@@ -140,6 +140,16 @@ def test_models_that_cannot_be_measured(config: str, tmp_path: Path) -> None:
         models.find_config(config)
 
 
+def test_gemms_to_compile_ahead() -> None:
+    made = models.find_config("qwen3-8b")
+    found = warm.gemm_shapes(made, [8192])
+    assert len(found) == 4 * 4  # wgrad differs between the two recipes
+    assert len(warm.gemm_shapes(made, [1, 64], ["jetrl"], backward=False)) == 2 * 4
+    said: list[str] = []
+    warm.compile_ahead(found, CPU, said.append)
+    assert not said
+
+
 def test_shapes_are_read() -> None:
     assert parse_shape("4x2048") == Shape(4, 2048)
     for text in ("", "4", "x4", "4x", "0x4", "4x-1", "4x4x4"):
@@ -154,6 +164,7 @@ def test_ways_are_read() -> None:
     found = parse_way("mine:cache=true,count=3,providers=triton+reference,x=y")
     assert (found.name, found.kind) == ("mine", "jetrl")
     assert found.options == {
+        "recipe": "jetrl",
         "cache": True,
         "count": 3,
         "providers": ("triton", "reference"),
@@ -294,7 +305,8 @@ def test_layer_with_torchao(
 def test_torchao_that_is_not_to_be_had(
     config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status, out, _ = run("layer", config, *ON_CPU, "--shape", "1x8", *QUICK)
+    less = ["--shape", "1x8", "--skip", "jetrl", "--skip", "compile"]
+    status, out, _ = run("layer", config, *ON_CPU, *less)
     assert status == 0
     assert "failed: torchao" in out
     monkeypatch.setattr(torchao, "linear_class", lambda: FakeFp8)

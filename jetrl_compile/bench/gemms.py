@@ -12,10 +12,11 @@ from jetrl_compile.bench.models import GemmSize
 from jetrl_compile.bench.results import Row
 from jetrl_compile.bench.timing import Clock, Timing, in_turns
 from jetrl_compile.bench.ways import failure
+from jetrl_compile.errors import RecipeError
 from jetrl_compile.formats import Flow
 from jetrl_compile.kernels import ops
 from jetrl_compile.kernels.dispatch import PROVIDERS, ROLES, GemmShape
-from jetrl_compile.recipe import GemmFlows, get_recipe
+from jetrl_compile.recipe import get_recipe
 
 BF16 = "torch.mm BF16"
 TFLOPS, OVER_BF16 = "TFLOP/s", "over BF16"
@@ -65,8 +66,7 @@ def measure_gemms(
                 continue
             seen: dict[tuple[Flow, Flow], str] = {}
             for recipe in recipes:
-                flows = _flows(recipe)
-                pair = _pair(flows, role)
+                pair = operand_flows(recipe, role)
                 if pair in seen:
                     continue
                 seen[pair] = recipe
@@ -105,13 +105,11 @@ def _usable(on_gpu: bool) -> tuple[list[str], list[Row]]:
     return names, rows
 
 
-def _flows(recipe: str) -> GemmFlows:
+def operand_flows(recipe: str, role: str) -> tuple[Flow, Flow]:
+    """Return the flows of a and b of a role's GEMM, out = a b^T."""
     flows = get_recipe(recipe).flows
-    assert flows is not None, "measured recipes quantize"
-    return flows
-
-
-def _pair(flows: GemmFlows, role: str) -> tuple[Flow, Flow]:
+    if flows is None:
+        raise RecipeError(f"recipe {recipe} has no FP8 to measure")
     a, b = (flows.flow(role, operand) for operand in OPERANDS[role])
     return a, b
 

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +19,11 @@ from jetrl_compile.bench.models import (
     make_model,
 )
 from jetrl_compile.bench.results import Results, Row, environment
-from jetrl_compile.bench.steps import layer_steps, parse_shape, stack_steps
-from jetrl_compile.bench.ways import choose_ways
+from jetrl_compile.bench.steps import Shape, layer_steps, parse_shape, stack_steps
+from jetrl_compile.bench.warm import compile_ahead, gemm_shapes
+from jetrl_compile.bench.ways import WaySpec, choose_ways
+from jetrl_compile.errors import ModelError
+from jetrl_compile.recipe import recipe_names
 
 STACK_WAYS = ("eager", "compile", "jetrl")
 LAYER_WAYS = ("eager", "compile", "torchao", "jetrl")
@@ -92,7 +96,7 @@ def _run_ways(
         make_steps = layer_steps
         sample = LAYER_SAMPLE_MS if device.type == "cuda" else 0.0
         plan = replace(plan, sample_ms=sample, run_ahead=True)
-    model, config = _make(options, device, say)
+    model, config = _make(options, specs, plan.shapes, say)
     rows = compare_ways(model, specs, make_steps, plan)
     settings = {
         "layers": config.num_hidden_layers,
@@ -108,8 +112,8 @@ def run_gradients(options: RunOptions, say: Say) -> Results:
     device = torch.device(options.device)
     check_device(options.model, device)
     specs = choose_ways(GRADIENT_WAYS, options.ways, options.skip)
-    model, config = _make(options, device, say)
     shape = parse_shape(options.shapes[0])
+    model, config = _make(options, specs, (shape,), say)
     rows = measure_gradients(model, specs, shape, device, say)
     settings = {"layers": config.num_hidden_layers, "shape": str(shape)}
     return _results("gradients", options.model, rows, device, settings)
@@ -143,13 +147,27 @@ def run_kernels(
         rows += measure_kernels(shapes, device, rounds, say)
     if "gemm" in parts:
         _release(device)
+        compile_ahead(gemm_shapes(config, tokens), device, say)
         rows += measure_gemms(gemm_sizes(config), tokens, device, rounds, say)
     settings = {"tokens": list(tokens), "rounds": rounds, "parts": list(parts)}
     return _results("kernels", model, rows, device, settings)
 
 
-def _make(options: RunOptions, device: torch.device, say: Say) -> tuple[Any, Any]:
+def _make(
+    options: RunOptions,
+    specs: Sequence[WaySpec],
+    shapes: Sequence[Shape],
+    say: Say,
+) -> tuple[Any, Any]:
+    """Return a model and its config; kernels are compiled first, in other processes."""
+    device = torch.device(options.device)
     config = find_config(options.model, options.layers)
+    named = {str(s.options["recipe"]) for s in specs if "recipe" in s.options}
+    recipes = sorted(named & set(recipe_names()))
+    tokens = sorted({shape.tokens for shape in shapes})
+    with suppress(ModelError):  # a model of other layers is compiled as it runs
+        needed = gemm_shapes(config, tokens, recipes, not options.forward_only)
+        compile_ahead(needed, device, say)
     say(f"making {options.model}, {config.num_hidden_layers} layers, random weights")
     return make_model(config, device), config
 

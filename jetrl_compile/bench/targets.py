@@ -66,6 +66,8 @@ def _over(model: str, case: str, *bounds: tuple[str, float]) -> list[Target]:
 
 
 _8B = "qwen3-8b"
+# Checked where it is asked for: --way saved_e4m3:saved_gate_up=e4m3
+SMALL = "saved_e4m3"
 TARGETS: tuple[Target, ...] = (
     *_over(_8B, f"{TRAIN} 4x2048", ("compile", 1.40), ("eager", 1.86)),
     *_over(_8B, f"{FORWARD} 4x2048", ("compile", 1.40), ("eager", 1.87)),
@@ -74,6 +76,7 @@ TARGETS: tuple[Target, ...] = (
     *_over("qwen2.5-7b", f"{TRAIN} 4x2048", ("compile", 1.40)),
     *_over("qwen3-32b", f"{FORWARD} 4x2048", ("compile", 1.45)),
     Target("stack", _8B, f"{TRAIN} 4x2048", "jetrl", PEAK_OVER, AT_MOST, 1.0),
+    Target("stack", _8B, f"{TRAIN} 4x2048", SMALL, PEAK_OVER, AT_MOST, 0.88),
     *(
         Target(
             "layer", model, f"{TRAIN} 4x2048", "jetrl", "over torchao", AT_LEAST, 1.25
@@ -108,6 +111,8 @@ def verdicts(results: Results) -> list[Verdict]:
         if target.case not in cases:
             continue
         row = results.find(target.case, target.way)
+        if row is None and target.way == SMALL:
+            continue
         if row is None:
             found.append(Verdict(target, None, f"{target.way} was not measured"))
         elif row.failed:

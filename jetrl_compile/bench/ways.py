@@ -63,7 +63,9 @@ def parse_way(text: str) -> WaySpec:
     if kind == JETRL and "recipe" not in options:
         if name in recipe_names():
             options["recipe"] = name
-        elif not options:
+        elif options:
+            options["recipe"] = JETRL
+        else:
             near = difflib.get_close_matches(name, (*KINDS, *recipe_names()), n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise RecipeError(
