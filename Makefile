@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint pytest test-gpu bench-graph wheel-check clean
+.PHONY: help demo test lint pytest test-gpu bench bench-graph wheel-check clean
 
 help:
 	@echo "make demo         a real model through one FP8 RL step (ARGS=... for its options)"
@@ -16,6 +16,7 @@ help:
 	@echo "make lint         ruff, ruff format and mypy alone"
 	@echo "make pytest       the tests alone (ARGS=... for pytest)"
 	@echo "make test-gpu     the tests that need a Hopper GPU"
+	@echo "make bench        the speed that must be reached on one H200 (ARGS=... for others)"
 	@echo "make bench-graph  cost of building and checking precision graphs"
 	@echo "make wheel-check  the built wheel, installed and used outside the checkout"
 	@echo "make clean        remove .venv and what the tools cached"
@@ -36,6 +37,10 @@ pytest: $(VENV)/.dev
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/pytest -m gpu $(ARGS)
+
+bench: $(VENV)/.dev
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[hopper]"
+	$(BIN)/jetrl bench $(or $(ARGS),stack qwen3-8b --shape 4x2048 --shape 1x8192 --check)
 
 bench-graph: $(VENV)/.dev
 	$(BIN)/python benchmarks/graph_scale.py $(ARGS)

@@ -26,6 +26,8 @@ from jetrl_compile.bench.ways import (
     graphs_compiled,
 )
 from jetrl_compile.errors import ProviderError
+from jetrl_compile.pipeline import CompileReport
+from jetrl_compile.report_sink import collect_reports
 
 BASELINES = (EAGER, COMPILE, TORCHAO)
 MakeSteps = Callable[[Any, Shape, torch.device], Steps]
@@ -81,6 +83,7 @@ class _Runner:
     own_bytes: int = 0
     graphs: int = 0
     attention: str = ""
+    reports: list[CompileReport] = field(default_factory=list)
     peak: int | None = None
     same_bits: dict[str, bool] = field(default_factory=dict)
     captured: Captured | None = None
@@ -105,9 +108,15 @@ def compare_ways(
             for runner in runners:
                 plan.say(f"{runner.spec.name}, {shape}: compiling and warming up")
                 _warm_up(runner, runners, model, steps, plan)
+            if plan.graphs == "step":
+                for runner in runners:
+                    plan.say(f"{runner.spec.name}, {shape}: capturing CUDA graphs")
+                    _capture(runner, steps, plan)
             if plan.profile and index == 0:
                 _profile(runners, steps, plan)
             rows += _time(runners, steps, shape, plan)
+            for runner in runners:
+                runner.captured = None  # its memory is needed for the next shape
     return compare(rows, BASELINES)
 
 
@@ -129,6 +138,23 @@ def _warm_up(
     if runner.problem:
         return
     before, compiled = _held(plan.device), graphs_compiled()
+    with collect_reports() as reports:
+        _try_to_warm_up(runner, runners, model, steps, plan, before)
+    runner.reports += reports
+    runner.graphs += graphs_compiled() - compiled
+    is_compiled = runner.way is not None and runner.way.is_compiled
+    if is_compiled and not runner.graphs and not runner.problem:
+        runner.problem = "Dynamo compiled nothing, so the layers ran eagerly"
+
+
+def _try_to_warm_up(
+    runner: _Runner,
+    runners: Sequence[_Runner],
+    model: nn.Module,
+    steps: Steps,
+    plan: Plan,
+    before: int,
+) -> None:
     try:
         if runner.way is None:
             runner.way = Way(runner.spec, model, graphs=plan.graphs == "inductor")
@@ -146,17 +172,10 @@ def _warm_up(
             with _on(runner):
                 found = peak_bytes(steps.train, plan.device)
             runner.peak = None if found is None else found - others
-        if plan.graphs == "step":
-            with _on(runner):
-                runner.captured = capture(steps, plan.forward_only)
     except Exception as error:
         runner.problem = failure(error)
     finally:
         steps.drop()
-    runner.graphs += graphs_compiled() - compiled
-    is_compiled = runner.way is not None and runner.way.is_compiled
-    if is_compiled and not runner.graphs and not runner.problem:
-        runner.problem = "Dynamo compiled nothing, so the layers ran eagerly"
 
 
 def _run_twice(runner: _Runner, steps: Steps, plan: Plan) -> None:
@@ -170,6 +189,19 @@ def _run_twice(runner: _Runner, steps: Steps, plan: Plan) -> None:
             again = marked(work)()
             runner.same_bits[name] = torch.equal(first, again)
             del first, again
+
+
+def _capture(runner: _Runner, steps: Steps, plan: Plan) -> None:
+    """Capture a way's steps, after all ways are warmed up: captures share memory."""
+    if runner.problem:
+        return
+    try:
+        with _on(runner):
+            runner.captured = capture(steps, plan.forward_only)
+    except Exception as error:
+        runner.problem = f"not captured as a CUDA graph: {failure(error)}"
+    finally:
+        steps.drop()
 
 
 def _held(device: torch.device) -> int:
@@ -230,12 +262,31 @@ def _described(row: Row, runner: _Runner, step: str) -> Row:
         values[PEAK] = runner.peak / GIB
     if runner.way.is_compiled:
         values["graphs"] = runner.graphs
-    notes = [note for note in (runner.way.note, runner.attention) if note]
+    lowered = fp8_note(runner.reports)
+    notes = [note for note in (runner.way.note, lowered, runner.attention) if note]
     same = runner.same_bits[step]
     if runner.captured is not None:
         same = same and runner.captured.same_bits[step]
     notes.append("same bits again" if same else "other bits when run again")
     return replace(row, values=values, note="; ".join(notes))
+
+
+def fp8_note(reports: Sequence[CompileReport]) -> str:
+    """Return how many GEMMs are FP8, by whom they run, and what was not fused."""
+    counts: dict[str, None] = {}
+    providers: dict[str, None] = {}
+    left: dict[str, None] = {}
+    for report in reports:
+        roles = report.lowered if report.training else ("fprop",)
+        numbers = ", ".join(f"{report.lowered[role]} {role}" for role in roles)
+        counts[f"{'training' if report.training else 'inference'} {numbers}"] = None
+        fp8 = [op for op in report.graph.gemms() if report.graph.is_fp8(op)]
+        providers |= {str(op.provider): None for op in fp8}
+        left |= dict.fromkeys(report.notes)
+    if not counts:
+        return ""
+    text = f"FP8 GEMMs of a layer: {', '.join(counts)}, by {'+'.join(providers)}"
+    return "; ".join([text, *left])
 
 
 def _profile(runners: Sequence[_Runner], steps: Steps, plan: Plan) -> None:

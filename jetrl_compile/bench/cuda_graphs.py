@@ -1,5 +1,6 @@
 """Run steps under CUDA graphs."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -41,8 +42,12 @@ def capture(steps: Steps, forward_only: bool) -> Captured:
     replay: dict[str, Callable[[], Tensor]] = {}
     same_bits: dict[str, bool] = {}
     for name, work in steps.named(forward_only).items():
-        wanted = _on_side_stream(work)
+        wanted = work().clone()
         steps.drop()
+        # A capture takes new memory and cannot free what the allocator keeps.
+        gc.collect()
+        _CUDA.synchronize()
+        _CUDA.empty_cache()
         graph = _CUDA.CUDAGraph()
         with _CUDA.graph(graph, pool=_pool()):
             result = work()
@@ -65,19 +70,6 @@ def _pool() -> object:
     if not _POOLS:
         _POOLS.append(_CUDA.graph_pool_handle())
     return _POOLS[0]
-
-
-def _on_side_stream(work: Callable[[], Tensor]) -> Tensor:
-    """Run work as capture will; PyTorch asks for this before a capture."""
-    side = _CUDA.Stream()
-    side.wait_stream(_CUDA.current_stream())
-    with _CUDA.stream(side):
-        for _ in range(2):
-            result = work()
-        wanted = result.clone()
-    _CUDA.current_stream().wait_stream(side)
-    _CUDA.synchronize()
-    return wanted
 
 
 def marked(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
