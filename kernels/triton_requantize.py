@@ -1,7 +1,7 @@
 """A Triton kernel that quantizes codes again, transposed, for wgrad of `jetrl_paper`.
 
 Bytes moved for each element: 1 read and 1 written, plus 4 for each scale on both sides.
-The tiles are those of `triton_quantize`, whose docstring says why they are so.
+The tiles are those of `triton_quantize_kernels`, whose docstring says why they are so.
 """
 
 from functools import partial
@@ -24,10 +24,11 @@ from jetrl_compile.kernels.triton_common import (
     region_scale,
     tl,
 )
-from jetrl_compile.kernels.triton_quantize import REGIONS, SIDE, store_turned
+from jetrl_compile.kernels.triton_quantize import REGIONS, SIDE
+from jetrl_compile.kernels.triton_quantize_kernels import ANY_VALUE, store_turned
 
 
-@partial(jit, do_not_specialize=["R"])
+@partial(jit, do_not_specialize=ANY_VALUE)
 def _requantize_kernel(
     codes: tl.tensor,
     codes_stride: tl.tensor,
@@ -44,6 +45,7 @@ def _requantize_kernel(
     UE8M0: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ) -> None:
     """Requantize (R, C) as its transpose; a program takes a tile of 128x128."""
     tiles = tl.cdiv(C, 128)
@@ -51,6 +53,7 @@ def _requantize_kernel(
     tile_r = tl.program_id(0) // tiles
     row = tile_r * 128 + 4 * tl.arange(0, 32)
     col = tile_c * 128 + tl.arange(0, 128)
+    col = tl.max_contiguous(tl.multiple_of(col, WIDTH), WIDTH)
     at = codes + row[:, None].to(tl.int64) * codes_stride + col[None, :]
     beside = scales + tile_c * scales_stride_c + row * scales_stride_r
     in_col = col[None, :] < C
@@ -174,6 +177,7 @@ def requantize(
             UE8M0=scale_format == "ue8m0",
             EVEN=r % SIDE == 0 and c % SIDE == 0,
             BLOCKS=blocks,
+            WIDTH=4,
             num_warps=8,
         )
     return out, out_scales

@@ -57,6 +57,10 @@ def normal(*shape: int, seed: int = 0, std: float = 1.0) -> Tensor:
     return torch.randn(shape, generator=generator).mul_(std).bfloat16().to(DEVICE)
 
 
+def bits(codes: Tensor) -> Tensor:
+    return codes.view(torch.uint8)
+
+
 def same(got: Tensor, wanted: Tensor) -> bool:
     """Whether all bits are equal; NaN are equal whatever their bits."""
     assert got.shape == wanted.shape
@@ -256,6 +260,24 @@ def every_quotient(exponent: int) -> Tensor:
     ).clamp_(min=0)
     signs = torch.arange(groups.numel()).view_as(groups) % 2 * -32768
     return (groups + signs).to(torch.int16).view(torch.bfloat16).view(-1, 128)
+
+
+@pytest.mark.parametrize("rcp_error", [-1, 0, 1])
+@pytest.mark.parametrize("exponent", [-33, 0, 126])
+def test_two_part_reciprocal(exponent: int, rcp_error: int) -> None:
+    """What `encode` computes on a GPU, in FP64: each step is exact before its rounding.
+
+    Its approximate reciprocal may be wrong by one unit in the last place.
+    """
+    x = every_quotient(exponent).float()
+    scale = (x[:, :1].abs().clamp(min=FLOOR) / 448).double()
+    nearest = (1 / scale).float().view(torch.int32)
+    high = (nearest + rcp_error - 2).view(torch.float32)
+    low = (1 - scale * high.double()).float() * high
+    assert (low >= 0).all()
+    quotient = (x.double() * high.double() + (x * low).double()).float()
+    wanted = x / scale.float()
+    assert torch.equal(bits(quotient.to(layouts.E4M3)), bits(wanted.to(layouts.E4M3)))
 
 
 @pytest.mark.gpu
