@@ -96,6 +96,8 @@ def gemm(
     if m == 0 or n == 0 or k == 0:
         return torch.zeros((m, n), dtype=out_dtype, device=a.device)
     functional = torch.nn.functional
+    if m % MULTIPLE:  # cuBLASLt refuses such a number of rows: add rows of zeros
+        a, a_scales = _taller(a, a_scales, align(m, MULTIPLE))
     out: Tensor = functional.scaled_mm(
         a.contiguous(),
         b.contiguous().t(),
@@ -105,7 +107,21 @@ def gemm(
         functional.ScalingType.BlockWise128x128,
         output_dtype=out_dtype,
     )
-    return out
+    return out[:m]
+
+
+def _taller(codes: Tensor, scales: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Copy a matrix of codes, and its scales, into one with more rows."""
+    m, k = codes.shape
+    tall = torch.zeros((rows, k), dtype=torch.uint8, device=codes.device)
+    tall[:m] = codes.view(torch.uint8)
+    groups = scales.shape[1]
+    turned = torch.empty_strided(
+        (rows, groups), (1, rows), dtype=scales.dtype, device=scales.device
+    )
+    turned[:m] = scales
+    turned[m:] = 1.0
+    return tall.view(codes.dtype), turned
 
 
 def _scales_of_a(scales: Tensor) -> Tensor:
