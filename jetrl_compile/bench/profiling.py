@@ -20,7 +20,9 @@ GROUPS: tuple[tuple[str, str], ...] = (
     ("quantize + fused", r"quantize|rms_norm|silu|scale_rows|amax|jetrl::"),
     ("copies", r"mem(cpy|set)|copy_|fill"),
 )
-_SDPA = re.compile(r"_scaled_dot_product_(\w+?)_attention(_for_cpu)?$")
+_SDPA = re.compile(
+    r"_scaled_dot_product_(?:(\w+?)_attention(?:_for_cpu)?|attention_math)$"
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def attention_kernels(work: Callable[[], Tensor]) -> tuple[str, Tensor]:
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
         result = work()
     found = {
-        match.group(1).removeprefix("fused_")
+        (match.group(1) or "math").removeprefix("fused_")
         for event in seen.events() or ()
         if (match := _SDPA.search(event.name))
     }

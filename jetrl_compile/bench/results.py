@@ -128,6 +128,7 @@ def environment(device: torch.device) -> Environment:
         versions["torchao"] = metadata.version("torchao")
     except metadata.PackageNotFoundError:
         versions["torchao"] = ""
+    versions["torch"] = torch.__version__  # with the CUDA version that it is built for
     is_gpu = device.type == "cuda"
     now = datetime.datetime.now(datetime.timezone.utc)
     return Environment(

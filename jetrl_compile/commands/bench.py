@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -210,7 +209,7 @@ def gradients(
 
 def _measuring() -> Any:
     # Read when torch first allocates: many ways in one process fragment memory.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     return progress("loading")
 
 
@@ -233,6 +232,3 @@ def _finish(results: "Results", output: Path | None, check: bool) -> None:
         failed = failed or not all(verdict.reached for verdict in found)
     if failed:
         raise typer.Exit(1)
-
-
-Say = Callable[[str], None]
