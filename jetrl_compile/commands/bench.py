@@ -2,9 +2,13 @@
 
 import json
 import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -207,10 +211,19 @@ def gradients(
     _finish(results, output, check=False)
 
 
-def _measuring() -> Any:
+@contextmanager
+def _measuring() -> Iterator[Callable[[str], None]]:
+    """Show what is measured: on a terminal in place, elsewhere a line each."""
     # Read when torch first allocates: many ways in one process fragment memory.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    return progress("loading")
+    if sys.stderr.isatty():
+        with progress("loading") as say:
+            yield say
+        return
+    start = time.perf_counter()
+    yield lambda text: typer.echo(
+        f"{time.perf_counter() - start:6.1f} s  {text}", err=True
+    )
 
 
 def _finish(results: "Results", output: Path | None, check: bool) -> None:
