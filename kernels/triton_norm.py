@@ -13,19 +13,21 @@ import torch
 from torch import Tensor
 
 from jetrl_compile.kernels.triton_common import cannot_run, on_device, rows_of
-from jetrl_compile.kernels.triton_norm_kernels import norm_kernel, scale_kernel
-from jetrl_compile.kernels.triton_tiles import (
+from jetrl_compile.kernels.triton_launch import (
     TILE,
     Launch,
     no_output,
     outputs,
     region_unsupported,
+    word_rows,
+    words_cannot_run,
 )
+from jetrl_compile.kernels.triton_norm_kernels import norm_kernel, scale_kernel
 
 MAX_COLS = 65536  # of a norm: 64 elements a thread of 32 warps
 ELEMENTS_PER_THREAD = 32  # of a row: 4 reads of 16 bytes in flight
 STRAIGHT = Launch(height=32, warps=4, band=1)
-BLOCKS = Launch(height=128, warps=8, band=8)
+BLOCKS = Launch(height=128, warps=8, band=8, registers=80)
 
 
 def rms_norm_quantize_rejects(
@@ -51,7 +53,7 @@ def rms_norm_quantize_rejects(
     return (
         _not_bf16(inputs)
         or (None if rows_t < 0 else region_unsupported(rows_t, cols_t))
-        or cannot_run(inputs, amax_floor)
+        or (cannot_run if rows_t < 0 else words_cannot_run)(inputs, amax_floor)
     )
 
 
@@ -99,8 +101,7 @@ def rms_norm_quantize(
     rstd = torch.empty((*shape[:-1], 1), dtype=torch.float32, device=device)
     total = x.new_empty((0,) if residual is None else shape)
     if r and c:
-        groups = -(-c // TILE)
-        first, last = split_groups(groups)
+        first, last = split_groups(-(-c // TILE))
         with on_device(x):
             norm_kernel[(r,)](
                 x,
@@ -122,7 +123,7 @@ def rms_norm_quantize(
                 FULL=(first + last) * TILE == c,
                 FLOOR=amax_floor,
                 UE8M0=scale_format == "ue8m0",
-                num_warps=warps_of(groups),
+                num_warps=warps_of(first + last),
             )
     turned = no_output(device)
     if rows_t >= 0:
@@ -154,7 +155,7 @@ def split_groups(groups: int) -> tuple[int, int]:
 
 
 def warps_of(groups: int) -> int:
-    """Return how many warps run a row: a power of two from 1 to 32."""
+    """Return how many warps run a row of some groups: a power of two up to 32."""
     warps = max(groups * TILE // (32 * ELEMENTS_PER_THREAD), 1)
     return min(1 << warps.bit_length() - 1, 32)
 
@@ -175,7 +176,7 @@ def scale_rows_quantize_rejects(
     return (
         _not_bf16([x, weight])
         or region_unsupported(rows, cols)
-        or cannot_run([x, rstd, weight], amax_floor)
+        or words_cannot_run([x, rstd, weight], amax_floor)
     )
 
 
@@ -209,10 +210,10 @@ def scale_rows_quantize(
     Returns:
         Codes (R, C) or (C, R), and scales.
     """
-    x, factors = rows_of(x), rstd.reshape(-1)
+    x, factors, weight = word_rows(x), rstd.reshape(-1), _aligned(weight)
     r, c = x.shape
     shape = (c, r) if transpose else (r, c)
-    codes, scales, scale_stride = outputs(shape, rows, cols, x.device)
+    codes, scales, scale_stride = outputs(shape, rows, cols, x.device, transpose)
     launch = BLOCKS if transpose or rows != 1 else STRAIGHT
     if r and c:
         with on_device(x):
@@ -236,6 +237,7 @@ def scale_rows_quantize(
                 FLOOR=amax_floor,
                 UE8M0=scale_format == "ue8m0",
                 num_warps=launch.warps,
+                maxnreg=launch.registers,
             )
     return codes, scales
 

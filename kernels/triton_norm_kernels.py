@@ -11,9 +11,10 @@ from jetrl_compile.kernels.triton_common import (
     round_bf16,
     tl,
 )
+from jetrl_compile.kernels.triton_launch import kernel
 from jetrl_compile.kernels.triton_tiles import (
+    HALF,
     WIDTH,
-    kernel,
     load_quad,
     load_rows,
     quantize_quad,
@@ -21,6 +22,7 @@ from jetrl_compile.kernels.triton_tiles import (
     store_quad,
     tile_origin,
 )
+from jetrl_compile.kernels.triton_words import high, low, multiply, pack
 
 
 @jit
@@ -72,8 +74,8 @@ def _add(
 
 @jit
 def _scaled(value: tl.tensor, rstd: tl.tensor, weight: tl.tensor) -> tl.tensor:
-    """Return weight * (value * rstd), each product rounded to BF16, in FP32."""
-    return round_bf16(weight * round_bf16(value * rstd))
+    """Return weight * (value * rstd), each product rounded to BF16."""
+    return round_bf16(weight * round_bf16(value * rstd)).to(tl.bfloat16)
 
 
 @jit
@@ -95,10 +97,8 @@ def _quantize_part(
 ) -> None:
     """Normalize, quantize and store a part of a row; pointers to rows."""
     y = _scaled(value, rstd, _read(weight, at, cols, FULL))
-    if not FULL:
-        y = tl.where(at < cols, y, 0.0)  # 0 * infinity is a NaN
     if kept is not None:
-        _write(kept, y.to(tl.bfloat16), at, cols, FULL)
+        _write(kept, y, at, cols, FULL)
     scale = region_scale(absmax(y, 1), FLOOR, UE8M0)
     group = FIRST_GROUP + tl.arange(0, GROUPS)
     _write(scales, scale, group * scale_stride, tl.cdiv(cols, WIDTH) * scale_stride, 0)
@@ -181,6 +181,13 @@ def norm_kernel(
         )
 
 
+@jit
+def _scaled_words(word: tl.tensor, rstd: tl.tensor, weight: tl.tensor) -> tl.tensor:
+    """As `_scaled`, for words."""
+    product = pack(low(word) * rstd, high(word) * rstd)
+    return multiply(product, tl.broadcast_to(weight, product.shape))
+
+
 @kernel
 def scale_kernel(
     x: tl.tensor,
@@ -205,14 +212,15 @@ def scale_kernel(
     """Run `triton_norm.scale_rows_quantize` on a tile."""
     row, col = tile_origin(rows, cols, QUARTER, BAND)
     value = load_quad(x, row, col, rows, cols, x_stride, QUARTER, FULL)
-    # 0 outside: a factor of infinity does not get there.
     factor = load_rows(rstd, row, rows, QUARTER, FULL)
-    w = _read(weight, col + tl.arange(0, WIDTH), cols, FULL)[None, :]
+    words = weight.to(tl.pointer_type(tl.int32), bitcast=True)
+    right = col // 2 + tl.arange(0, HALF)
+    w = tl.load(words + right, mask=right < cols // 2, other=0)[None, :]
     y = (
-        _scaled(value[0].to(tl.float32), factor[0], w),
-        _scaled(value[1].to(tl.float32), factor[1], w),
-        _scaled(value[2].to(tl.float32), factor[2], w),
-        _scaled(value[3].to(tl.float32), factor[3], w),
+        _scaled_words(value[0], factor[0], w),
+        _scaled_words(value[1], factor[1], w),
+        _scaled_words(value[2], factor[2], w),
+        _scaled_words(value[3], factor[3], w),
     )
     if kept is not None:
         store_quad(y, kept, row, col, rows, cols, cols, QUARTER)

@@ -10,20 +10,23 @@ import torch
 from torch import Tensor
 
 from jetrl_compile.kernels.layouts import E4M3
-from jetrl_compile.kernels.triton_common import cannot_run, on_device, rows_of
-from jetrl_compile.kernels.triton_silu_kernels import backward_kernel, forward_kernel
-from jetrl_compile.kernels.triton_tiles import (
+from jetrl_compile.kernels.triton_common import on_device, rows_of
+from jetrl_compile.kernels.triton_launch import (
     TILE,
     Launch,
     no_output,
     outputs,
     region_unsupported,
+    word_rows,
+    words_cannot_run,
 )
+from jetrl_compile.kernels.triton_silu_kernels import backward_kernel, forward_kernel
 
 # Straight alone: regions are rows, so tiles are small, and few tokens make enough
-# programs. Twice: a 128x128 tile.
+# programs. Else 128x128, with registers for two programs on a multiprocessor: one
+# computes while the other one reads.
 STRAIGHT = Launch(height=32, warps=4, band=1)
-TWICE = Launch(height=128, warps=8, band=8)
+TWICE = Launch(height=128, warps=8, band=8, registers=128)
 BACKWARD = Launch(height=128, warps=8, band=8)
 
 
@@ -43,7 +46,7 @@ def silu_mul_quantize_rejects(
     return (
         region_unsupported(rows, cols)
         or (None if rows_t < 0 else region_unsupported(rows_t, cols_t))
-        or cannot_run([gate, up], amax_floor)
+        or words_cannot_run([gate, up], amax_floor)
     )
 
 
@@ -78,14 +81,16 @@ def silu_mul_quantize(
     Returns:
         Codes (R, C), scales, and the same of the transpose.
     """
-    gate, up = rows_of(gate), rows_of(up)
+    gate, up = word_rows(gate), word_rows(up)
     r, c = gate.shape
     device, turned = gate.device, rows_t >= 0
     codes, scales, scale_stride = outputs((r, c), rows, cols, device)
     codes_t, scales_t = no_output(device)
     scale_stride_t = 0
     if turned:
-        codes_t, scales_t, scale_stride_t = outputs((c, r), rows_t, cols_t, device)
+        codes_t, scales_t, scale_stride_t = outputs(
+            (c, r), rows_t, cols_t, device, True
+        )
     launch = TWICE if turned or rows != 1 else STRAIGHT
     if r and c:
         with on_device(gate):
@@ -113,6 +118,7 @@ def silu_mul_quantize(
                 FLOOR=amax_floor,
                 UE8M0=scale_format == "ue8m0",
                 num_warps=launch.warps,
+                maxnreg=launch.registers,
             )
     return codes, scales, codes_t, scales_t
 
@@ -154,7 +160,7 @@ def silu_mul_backward_quantize_rejects(
         region_unsupported(rows, cols)
         or region_unsupported(rows_dy, cols_dy)
         or region_unsupported(rows_x, cols_x)
-        or cannot_run([dy, gate, up, *scales], amax_floor)
+        or words_cannot_run([dy, gate, up, *scales], amax_floor)
     )
 
 
@@ -203,11 +209,14 @@ def silu_mul_backward_quantize(
         Codes (R, 2 C) and scales of [dgate, dup]; of its transpose (2 C, R); and of
         the transpose of silu(gate) * up, (C, R).
     """
-    dy, gate, up = rows_of(dy), rows_of(gate), rows_of(up)
+    read = word_rows if gate_scales is None else rows_of
+    dy, gate, up = word_rows(dy), read(gate), read(up)
     (r, c), device = dy.shape, dy.device
     codes, scales, scale_stride = outputs((r, 2 * c), rows, cols, device)
-    codes_t, scales_t, scale_stride_t = outputs((2 * c, r), rows_dy, cols_dy, device)
-    codes_x, scales_x, scale_stride_x = outputs((c, r), rows_x, cols_x, device)
+    codes_t, scales_t, scale_stride_t = outputs(
+        (2 * c, r), rows_dy, cols_dy, device, True
+    )
+    codes_x, scales_x, scale_stride_x = outputs((c, r), rows_x, cols_x, device, True)
     gate_scales, up_scales = _column_major(gate_scales), _column_major(up_scales)
     if r and c:
         with on_device(dy):
@@ -246,6 +255,7 @@ def silu_mul_backward_quantize(
                 FLOOR=amax_floor,
                 UE8M0=scale_format == "ue8m0",
                 num_warps=BACKWARD.warps,
+                maxnreg=BACKWARD.registers,
             )
     return codes, scales, codes_t, scales_t, codes_x, scales_x
 

@@ -4,29 +4,29 @@ One program reads a tile of 128 columns of each input once and makes every outpu
 it, one after another. The rounding points are those of `reference_fused`.
 """
 
-from jetrl_compile.kernels.triton_common import INTERPRETED, jit, round_bf16, tl
+from jetrl_compile.kernels.triton_common import INTERPRETED, jit, tl
+from jetrl_compile.kernels.triton_launch import kernel
 from jetrl_compile.kernels.triton_tiles import (
-    WIDTH,
-    kernel,
+    load_codes,
     load_quad,
-    load_rows,
     quantize_quad,
     quantize_turned,
     store_quad,
     tile_origin,
 )
+from jetrl_compile.kernels.triton_words import high, low, multiply, pack
 
 
 @jit
 def _sigmoid(gate: tl.tensor) -> tl.tensor:
-    """1 / (1 + exp(-gate)) in FP32; 0 below gate = -87."""
+    """1 / (1 + exp(-gate)) in FP32; on a GPU 0 below gate = -87."""
     if INTERPRETED:
         return 1.0 / (tl.exp(-gate) + 1.0)
     return tl.inline_asm_elementwise(
         """
         {
         .reg .f32 power;
-        mul.f32 power, $1, 0fBFB8AA3B;
+        mul.f32 power, $1, 0fBFB8AA3B;  // -log2(e)
         ex2.approx.ftz.f32 power, power;
         add.f32 power, power, 0f3F800000;
         rcp.approx.ftz.f32 $0, power;
@@ -41,44 +41,23 @@ def _sigmoid(gate: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _round(x: tl.tensor) -> tl.tensor:
-    """As `round_bf16`, two numbers an instruction."""
-    if INTERPRETED:
-        return round_bf16(x)
-    rounded = tl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;",
-        "=r,f,f",
-        [x],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=2,
-    )
-    return rounded.to(tl.float32)
-
-
-@jit
 def _silu_mul(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
-    gate = gate.to(tl.float32)
-    return round_bf16(_round(gate * _sigmoid(gate)) * up.to(tl.float32))
+    """Return silu(gate) * up of words, rounded to BF16 after each step."""
+    g0, g1 = low(gate), high(gate)
+    return multiply(pack(g0 * _sigmoid(g0), g1 * _sigmoid(g1)), up)
 
 
 @jit
-def _gate_gradient(dy: tl.tensor, gate: tl.tensor, up: tl.tensor) -> tl.tensor:
-    gate = gate.to(tl.float32)
-    sigmoid = _sigmoid(gate)
-    outer = round_bf16(dy.to(tl.float32) * up.to(tl.float32)) * sigmoid
-    return _round(outer * (gate * (1.0 - sigmoid) + 1.0))
-
-
-@jit
-def _up_gradient(dy: tl.tensor, gate: tl.tensor) -> tl.tensor:
-    gate = gate.to(tl.float32)
-    return round_bf16(dy.to(tl.float32) * _round(gate * _sigmoid(gate)))
-
-
-@jit
-def _dequantized(codes: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    return _round(codes.to(tl.float32) * scale)
+def _backward(dy: tl.tensor, gate: tl.tensor, up: tl.tensor) -> tl.tensor:
+    """Return what `_silu_mul` returns, and the gradients for gate and up, in words."""
+    g0, g1 = low(gate), high(gate)
+    s0, s1 = _sigmoid(g0), _sigmoid(g1)
+    silu, outer = pack(g0 * s0, g1 * s1), multiply(dy, up)
+    dgate = pack(
+        low(outer) * s0 * (g0 * (1.0 - s0) + 1.0),
+        high(outer) * s1 * (g1 * (1.0 - s1) + 1.0),
+    )
+    return multiply(silu, up), dgate, multiply(dy, silu)
 
 
 @kernel
@@ -166,15 +145,11 @@ def _load_kept(
     FULL: tl.constexpr,
 ) -> tl.tensor:
     """Load a tile in BF16, or codes and the scales of their 1x128 groups."""
-    quad = load_quad(pointer, row, col, rows, cols, stride, QUARTER, FULL)
-    if scales is not None:
-        column = scales + (col // WIDTH).to(tl.int64) * scale_stride
-        scale = load_rows(column, row, rows, QUARTER, FULL)
-        quad = (
-            _dequantized(quad[0], scale[0]),
-            _dequantized(quad[1], scale[1]),
-            _dequantized(quad[2], scale[2]),
-            _dequantized(quad[3], scale[3]),
+    if scales is None:
+        quad = load_quad(pointer, row, col, rows, cols, stride, QUARTER, FULL)
+    else:
+        quad = load_codes(
+            pointer, scales, row, col, rows, cols, stride, scale_stride, QUARTER, FULL
         )
     return quad
 
@@ -233,12 +208,11 @@ def backward_kernel(
         up, up_scales, row, col, rows, cols, up_stride, up_scale_stride, QUARTER, FULL
     )
     d = load_quad(dy, row, col, rows, cols, dy_stride, QUARTER, FULL)
-    y = (
-        _silu_mul(g[0], u[0]),
-        _silu_mul(g[1], u[1]),
-        _silu_mul(g[2], u[2]),
-        _silu_mul(g[3], u[3]),
-    )
+    y0, dgate0, dup0 = _backward(d[0], g[0], u[0])
+    y1, dgate1, dup1 = _backward(d[1], g[1], u[1])
+    y2, dgate2, dup2 = _backward(d[2], g[2], u[2])
+    y3, dgate3, dup3 = _backward(d[3], g[3], u[3])
+    y = (y0, y1, y2, y3)
     if kept_x is not None:
         store_quad(y, kept_x, row, col, rows, cols, cols, QUARTER)
     quantize_turned(
@@ -258,19 +232,9 @@ def backward_kernel(
     )
     for half in tl.static_range(2):
         if half == 0:
-            gradient = (
-                _gate_gradient(d[0], g[0], u[0]),
-                _gate_gradient(d[1], g[1], u[1]),
-                _gate_gradient(d[2], g[2], u[2]),
-                _gate_gradient(d[3], g[3], u[3]),
-            )
+            gradient = (dgate0, dgate1, dgate2, dgate3)
         else:
-            gradient = (
-                _up_gradient(d[0], g[0]),
-                _up_gradient(d[1], g[1]),
-                _up_gradient(d[2], g[2]),
-                _up_gradient(d[3], g[3]),
-            )
+            gradient = (dup0, dup1, dup2, dup3)
         at = col + half * cols
         if kept is not None:
             store_quad(gradient, kept, row, at, rows, 2 * cols, 2 * cols, QUARTER)

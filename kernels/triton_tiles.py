@@ -1,51 +1,47 @@
 """Tiles of a matrix in Triton kernels: read once, quantized straight and transposed.
 
-A tile is 128 columns and 4 QUARTER rows of a row-major matrix, as a *quad*: a tuple of
-four tensors (QUARTER, 128), where the i-th row of tensor k is row 4 i + k of the tile.
-So a thread has 4 adjacent rows of a column: codes of the transpose are packed in 32-bit
-words before they move between threads. A tile that is transposed or quantized in
-128x128 blocks has 128 rows, so that every region of it lies inside.
+A tile is 128 columns and 4 QUARTER rows of a row-major matrix in BF16, as a *quad*: a
+tuple of four tensors (QUARTER, 64) of int32, where the i-th row of tensor k is row
+4 i + k of the tile and each word is two adjacent columns, the first in its low half.
 
-Tiles are kept in registers: one of 128x128 in FP32 takes 32 a thread of 16 warps.
+- Halves of a word are rounded, multiplied and compared together: half the instructions
+  and half the traffic between threads for an amax.
+- A thread has 4 adjacent rows of a column: codes of the transpose are packed in 32-bit
+  words before they move between threads.
+- A tile that is transposed or quantized in 128x128 blocks has 128 rows, so that every
+  region of it lies inside. In words it takes 32 registers a thread of 8 warps.
+
 Kernels finish with one output before they begin the next.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
-
-from jetrl_compile.granularity import Granularity
-from jetrl_compile.kernels.layouts import E4M3, empty_quantized
 from jetrl_compile.kernels.triton_common import (
     absmax,
-    encode,
     encode_words,
     jit,
-    magnitude,
     region_scale,
     tl,
 )
+from jetrl_compile.kernels.triton_launch import TILE
+from jetrl_compile.kernels.triton_words import (
+    column_amax,
+    encode_pair,
+    high,
+    low,
+    pack,
+    row_amax,
+)
 
-TILE = 128  # columns of a tile, and rows of one that is transposed or has blocks
 WIDTH = tl.constexpr(TILE)
-# Arguments of kernels that change with the number of tokens and help no vectorization:
-# another value must not compile another kernel.
-ANY_VALUE = [
-    "rows",
-    "scale_stride",
-    "scale_stride_t",
-    "scale_stride_x",
-    "gate_scale_stride",
-    "up_scale_stride",
-]
+HALF = tl.constexpr(TILE // 2)  # words of a row of a tile
 
 
-def kernel(function: Callable[..., Any]) -> Any:
-    """Make a kernel that programs are launched of."""
-    return jit(function, do_not_specialize=ANY_VALUE)
+@jit
+def _block_scale(
+    quad: tl.tensor, FLOOR: tl.constexpr, UE8M0: tl.constexpr
+) -> tl.tensor:
+    even, odd = column_amax(quad)
+    amax = tl.maximum(even, odd, propagate_nan=tl.PropagateNan.ALL)
+    return region_scale(absmax(amax, 0), FLOOR, UE8M0)
 
 
 @jit
@@ -81,13 +77,34 @@ def _part(
     stride: tl.tensor,
     QUARTER: tl.constexpr,
     PART: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """Return addresses of a tensor of a quad, and which of them the matrix has."""
+    """Return addresses of a tensor of a quad, and which of them the matrix has.
+
+    A tile is COLUMNS of what the pointer points to; all arguments count these.
+    """
     down = 4 * tl.arange(0, QUARTER)[:, None] + PART
-    right = tl.arange(0, WIDTH)[None, :]
+    right = tl.arange(0, COLUMNS)[None, :]
     # 64 bits for the origin of the tile, 32 inside.
     at = pointer + (row.to(tl.int64) * stride + col) + (down * stride + right)
     return at, (row + down < rows) & (col + right < cols)
+
+
+@jit
+def _load_part(
+    pointer: tl.tensor,
+    row: tl.tensor,
+    col: tl.tensor,
+    rows: tl.tensor,
+    cols: tl.tensor,
+    stride: tl.tensor,
+    QUARTER: tl.constexpr,
+    PART: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FULL: tl.constexpr,
+) -> tl.tensor:
+    at, inside = _part(pointer, row, col, rows, cols, stride, QUARTER, PART, COLUMNS)
+    return tl.load(at) if FULL else tl.load(at, mask=inside, other=0)
 
 
 @jit
@@ -101,30 +118,93 @@ def load_quad(
     QUARTER: tl.constexpr,
     FULL: tl.constexpr,
 ) -> tl.tensor:
-    """Return a tile in the matrix's dtype; 0 outside of the matrix.
+    """Return a tile; 0 outside of the matrix.
 
     Args:
-        pointer: To the matrix.
+        pointer: To the matrix, in BF16; 4-byte aligned.
         row: First row of the tile.
         col: First column of the tile.
         rows: Of the matrix.
-        cols: Of the matrix.
-        stride: Between rows, in elements.
+        cols: Of the matrix; even.
+        stride: Between rows, in elements; even.
         QUARTER: Rows of the tile, divided by 4.
         FULL: Whether all tiles lie inside of the matrix.
     """
-    at0, in0 = _part(pointer, row, col, rows, cols, stride, QUARTER, 0)
-    at1, in1 = _part(pointer, row, col, rows, cols, stride, QUARTER, 1)
-    at2, in2 = _part(pointer, row, col, rows, cols, stride, QUARTER, 2)
-    at3, in3 = _part(pointer, row, col, rows, cols, stride, QUARTER, 3)
-    if FULL:
-        return tl.load(at0), tl.load(at1), tl.load(at2), tl.load(at3)
+    words = pointer.to(tl.pointer_type(tl.int32), bitcast=True)
+    c, n, s = col // 2, cols // 2, stride // 2
     return (
-        tl.load(at0, mask=in0, other=0.0),
-        tl.load(at1, mask=in1, other=0.0),
-        tl.load(at2, mask=in2, other=0.0),
-        tl.load(at3, mask=in3, other=0.0),
+        _load_part(words, row, c, rows, n, s, QUARTER, 0, HALF, FULL),
+        _load_part(words, row, c, rows, n, s, QUARTER, 1, HALF, FULL),
+        _load_part(words, row, c, rows, n, s, QUARTER, 2, HALF, FULL),
+        _load_part(words, row, c, rows, n, s, QUARTER, 3, HALF, FULL),
     )
+
+
+@jit
+def load_codes(
+    codes: tl.tensor,
+    scales: tl.tensor,
+    row: tl.tensor,
+    col: tl.tensor,
+    rows: tl.tensor,
+    cols: tl.tensor,
+    stride: tl.tensor,
+    scale_stride: tl.tensor,
+    QUARTER: tl.constexpr,
+    FULL: tl.constexpr,
+) -> tl.tensor:
+    """Return a tile of E4M3 codes times the scales of their 1x128 groups, in BF16.
+
+    Args:
+        codes: Pointer to the codes, row-major.
+        scales: Pointer to the scales, column-major.
+        row: As in `load_quad`.
+        col: As in `load_quad`.
+        rows: As in `load_quad`.
+        cols: As in `load_quad`.
+        stride: Between rows of codes.
+        scale_stride: Between columns of scales.
+        QUARTER: As in `load_quad`.
+        FULL: As in `load_quad`.
+    """
+    column = scales + (col // WIDTH).to(tl.int64) * scale_stride
+    scale = load_rows(column, row, rows, QUARTER, FULL)
+    return (
+        _decoded(codes, scale[0], row, col, rows, cols, stride, QUARTER, 0, FULL),
+        _decoded(codes, scale[1], row, col, rows, cols, stride, QUARTER, 1, FULL),
+        _decoded(codes, scale[2], row, col, rows, cols, stride, QUARTER, 2, FULL),
+        _decoded(codes, scale[3], row, col, rows, cols, stride, QUARTER, 3, FULL),
+    )
+
+
+@jit
+def _decoded(
+    codes: tl.tensor,
+    scale: tl.tensor,
+    row: tl.tensor,
+    col: tl.tensor,
+    rows: tl.tensor,
+    cols: tl.tensor,
+    stride: tl.tensor,
+    QUARTER: tl.constexpr,
+    PART: tl.constexpr,
+    FULL: tl.constexpr,
+) -> tl.tensor:
+    code = _load_part(
+        codes.to(tl.pointer_type(tl.uint8), bitcast=True),
+        row,
+        col,
+        rows,
+        cols,
+        stride,
+        QUARTER,
+        PART,
+        WIDTH,
+        FULL,
+    ).to(tl.float8e4nv, bitcast=True)
+    value = (code.to(tl.float32) * scale).reshape(QUARTER, HALF, 2)
+    first, second = tl.split(value)
+    return pack(first, second)
 
 
 @jit
@@ -160,26 +240,11 @@ def store_quad(
     QUARTER: tl.constexpr,
 ) -> None:
     """Store a tile; the arguments are those of `load_quad`."""
+    words = pointer.to(tl.pointer_type(tl.int32), bitcast=True)
+    c, n, s = col // 2, cols // 2, stride // 2
     for part in tl.static_range(4):
-        at, inside = _part(pointer, row, col, rows, cols, stride, QUARTER, part)
-        tl.store(at, quad[part].to(pointer.dtype.element_ty), mask=inside)
-
-
-@jit
-def _column_magnitude(quad: tl.tensor) -> tl.tensor:
-    top = tl.maximum(
-        tl.maximum(magnitude(quad[0]), magnitude(quad[1])),
-        tl.maximum(magnitude(quad[2]), magnitude(quad[3])),
-    )
-    return tl.max(top, axis=0)
-
-
-@jit
-def _block_scale(
-    quad: tl.tensor, FLOOR: tl.constexpr, UE8M0: tl.constexpr
-) -> tl.tensor:
-    amax = tl.max(_column_magnitude(quad), axis=0).to(tl.float32, bitcast=True)
-    return region_scale(amax, FLOOR, UE8M0)
+        at, inside = _part(words, row, c, rows, n, s, QUARTER, part, HALF)
+        tl.store(at, quad[part], mask=inside)
 
 
 @jit
@@ -202,7 +267,7 @@ def quantize_quad(
     """Quantize a tile and store its codes and scales.
 
     Args:
-        quad: In FP32, that BF16 holds exactly; 0 outside of the matrix.
+        quad: The tile; 0 outside of the matrix.
         codes: Pointer to the codes, row-major.
         scales: Pointer to the scales: column-major for groups, row-major for blocks.
         row: First row of the tile.
@@ -220,21 +285,27 @@ def quantize_quad(
     if BLOCKS:
         block = _block_scale(quad, FLOOR, UE8M0)
         tl.store(scales + row // WIDTH * scale_stride + col // WIDTH, block)
+        scale = (block, block, block, block)
+    else:
+        s0 = region_scale(row_amax(quad[0]), FLOOR, UE8M0)
+        s1 = region_scale(row_amax(quad[1]), FLOOR, UE8M0)
+        s2 = region_scale(row_amax(quad[2]), FLOOR, UE8M0)
+        s3 = region_scale(row_amax(quad[3]), FLOOR, UE8M0)
+        down = row + tl.arange(0, 4 * QUARTER)
+        to = scales + (col // WIDTH).to(tl.int64) * scale_stride + down
+        beside = tl.join(tl.join(s0, s2), tl.join(s1, s3)).reshape(4 * QUARTER)
+        tl.store(to, beside, mask=down < rows)
+        scale = (s0[:, None], s1[:, None], s2[:, None], s3[:, None])
+    pairs = codes.to(tl.pointer_type(tl.int16), bitcast=True)
     for part in tl.static_range(4):
-        if BLOCKS:
-            scale = block
-        else:
-            groups = region_scale(absmax(quad[part], 1), FLOOR, UE8M0)
-            down = row + 4 * tl.arange(0, QUARTER) + part
-            to = scales + (col // WIDTH).to(tl.int64) * scale_stride + down
-            tl.store(to, groups, mask=down < rows)
-            scale = groups[:, None]
-        code = encode(quad[part], scale)
-        at, inside = _part(codes, row, col, rows, cols, code_stride, QUARTER, part)
+        pair = encode_pair(low(quad[part]), high(quad[part]), scale[part])
+        at, inside = _part(
+            pairs, row, col // 2, rows, cols // 2, code_stride // 2, QUARTER, part, HALF
+        )
         if FULL:
-            tl.store(at, code)
+            tl.store(at, pair)
         else:
-            tl.store(at, code, mask=inside)
+            tl.store(at, pair, mask=inside)
 
 
 @jit
@@ -261,15 +332,21 @@ def quantize_turned(
     """
     right = col + tl.arange(0, WIDTH)
     if BLOCKS:
-        scale = _block_scale(quad, FLOOR, UE8M0)
-        tl.store(scales + col // WIDTH * scale_stride + row // WIDTH, scale)
+        even = _block_scale(quad, FLOOR, UE8M0)
+        odd = even
+        tl.store(scales + col // WIDTH * scale_stride + row // WIDTH, even)
     else:
-        amax = _column_magnitude(quad).to(tl.float32, bitcast=True)
-        groups = region_scale(amax, FLOOR, UE8M0)
+        even, odd = column_amax(quad)
+        even = region_scale(even, FLOOR, UE8M0)
+        odd = region_scale(odd, FLOOR, UE8M0)
         to = scales + (row // WIDTH).to(tl.int64) * scale_stride + right
-        tl.store(to, groups, mask=right < cols)
-        scale = groups[None, :]
-    word = encode_words(quad[0], quad[1], quad[2], quad[3], scale)
+        tl.store(to, tl.interleave(even, odd), mask=right < cols)
+        even, odd = even[None, :], odd[None, :]
+    a, b, c, d = quad
+    word = tl.interleave(
+        encode_words(low(a), low(b), low(c), low(d), even),
+        encode_words(high(a), high(b), high(c), high(d), odd),
+    )
     four = tl.arange(0, WIDTH // 4)[None, :]
     words = codes.to(tl.pointer_type(tl.int32), bitcast=True)
     origin = (col.to(tl.int64) * code_stride + row) // 4
@@ -280,49 +357,3 @@ def quantize_turned(
     else:
         inside = (col + down < cols) & (row + 4 * four < rows)
         tl.store(at, tl.trans(word), mask=inside)
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """How a kernel is spread over the GPU; no bit of its results depends on it.
-
-    Attributes:
-        height: Rows of a tile.
-        warps: Of a program.
-        band: As in `tile_origin`.
-    """
-
-    height: int
-    warps: int
-    band: int
-
-    def tiles(self, rows: int, cols: int) -> int:
-        """Return how many tiles a matrix has, partial ones included."""
-        return -(-rows // self.height) * -(-cols // TILE)
-
-    def is_full(self, rows: int, cols: int) -> bool:
-        """Whether no tile of a matrix is partial."""
-        return rows % self.height == 0 and cols % TILE == 0
-
-
-def region_unsupported(rows: int, cols: int) -> str | None:
-    """Return why tiles do not hold regions of this size, or None if they do."""
-    if (rows, cols) in ((1, TILE), (TILE, TILE)):
-        return None
-    return f"regions are {Granularity(rows, cols)}, not 1x128 or 128x128"
-
-
-def outputs(
-    shape: tuple[int, int], rows: int, cols: int, device: torch.device
-) -> tuple[Tensor, Tensor, int]:
-    """Allocate codes and scales, and return the `scale_stride` of `quantize_quad`."""
-    codes, scales = empty_quantized(shape, rows, cols, device)
-    return codes, scales, scales.stride(1 if rows == 1 else 0)
-
-
-def no_output(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the codes and scales of a transpose that is not wanted."""
-    return (
-        torch.empty((0, 0), dtype=E4M3, device=device),
-        torch.empty((0, 0), dtype=torch.float32, device=device),
-    )
