@@ -140,7 +140,7 @@ def _quantize(
     shape[dim] = sum(sizes)
     device = parts[0].device
     out = _allocate((shape[0], shape[1]), straight, device)
-    out_t = _allocate((shape[1], shape[0]), turned, device)
+    out_t = _allocate((shape[1], shape[0]), turned, device, True)
     start = 0
     for part, size in zip(parts, sizes, strict=True):
         place = (start, 0) if dim == 0 else (0, start)
@@ -160,11 +160,14 @@ def _quantize(
 
 
 def _allocate(
-    shape: tuple[int, int], region: Region | None, device: torch.device
+    shape: tuple[int, int],
+    region: Region | None,
+    device: torch.device,
+    transposed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     if region is None:
         shape, region = (0, 0), REGIONS[0]
-    return empty_quantized(shape, *region, device)
+    return empty_quantized(shape, *region, device, transposed)
 
 
 def _at(

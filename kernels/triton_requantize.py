@@ -154,7 +154,7 @@ def requantize(
     if reason is not None:
         raise ProviderError(f"triton: {reason}; use the provider reference")
     r, c = codes.shape
-    out, out_scales = empty_quantized((c, r), rows, cols, codes.device)
+    out, out_scales = empty_quantized((c, r), rows, cols, codes.device, True)
     if out.numel() == 0:
         return out, out_scales
     if codes.stride(1) != 1 and c > 1:

@@ -157,10 +157,12 @@ def match_gated_backward(dgate: Any, dup: Any, forward: Gated) -> Node | None:
     if not calls(scaled, aten.mul.Tensor) or not calls(slope, aten.add.Tensor):
         return None
     outer, sigmoid = scaled.args
-    if not casts(outer, torch.float32) or not calls(sigmoid, aten.sigmoid.default):
-        return None
-    wide = sigmoid.args[0]
-    if not casts(wide, torch.float32) or wide.args[0] is not forward.gate:
+    wide = _sigmoid_of(sigmoid)
+    if (
+        not casts(outer, torch.float32)
+        or not casts(wide, torch.float32)
+        or wide.args[0] is not forward.gate
+    ):
         return None
     product, one = slope.args
     if one != 1 or not calls(product, aten.mul.Tensor):
@@ -174,3 +176,17 @@ def match_gated_backward(dgate: Any, dup: Any, forward: Gated) -> Node | None:
     if not calls(gradient, aten.mul.Tensor) or gradient.args != (dy, forward.up):
         return None
     return dy if isinstance(dy, Node) else None
+
+
+def _sigmoid_of(node: Any) -> Any:
+    """What a node is the sigmoid of; torch 2.11 writes it as 1 / (1 + exp(-x))."""
+    if calls(node, aten.sigmoid.default):
+        return node.args[0]
+    inner = node.args[0] if calls(node, aten.mul.Tensor) and node.args[1] == 1 else None
+    for target in (aten.reciprocal.default, aten.add.Tensor, aten.exp.default):
+        if not calls(inner, target) or (
+            target is aten.add.Tensor and inner.args[1] != 1
+        ):
+            return None
+        inner = inner.args[0]
+    return inner.args[0] if calls(inner, aten.neg.default) else None

@@ -87,14 +87,14 @@ def check(
         args = (dim, *turned, True, scale_format, floor)
         got = triton_quantize.quantize_parts(parts, *args)
         wanted = reference_fused.quantize_parts(source, *args)
-        check_order(*got, turned)
+        check_order(*got, turned, True)
     else:
         pair = (dim, *straight, *(turned or (-1, -1)), scale_format, floor)
         twice = triton_quantize.quantize_twice(parts, *pair)
         wanted_twice = reference_fused.quantize_twice(source, *pair)
         check_order(*twice[:2], straight)
         if turned is not None:
-            check_order(*twice[2:], turned)
+            check_order(*twice[2:], turned, True)
         assert same(twice[2], wanted_twice[2])
         assert same(twice[3], wanted_twice[3])
         got, wanted = twice[:2], wanted_twice[:2]
@@ -102,10 +102,12 @@ def check(
     assert same(got[1], wanted[1])
 
 
-def check_order(codes: Tensor, scales: Tensor, region: Region) -> None:
+def check_order(
+    codes: Tensor, scales: Tensor, region: Region, transposed: bool = False
+) -> None:
     rows, cols = codes.shape
     high, wide = scales.shape
-    assert codes.stride() == layouts.code_strides(rows, cols)
+    assert codes.stride() == layouts.code_strides(rows, cols, transposed)
     assert scales.stride() == layouts.scale_strides((high, wide), region[0])
 
 
