@@ -82,7 +82,7 @@ def check_quantized(
     assert same(scales, wanted[1])
     assert same(codes, wanted[0])
     if codes.numel():
-        assert codes.stride() == code_strides(*codes.shape, transpose)
+        assert codes.stride() == code_strides(codes.shape[0], codes.shape[1], transpose)
         aligned = -(-scales.shape[0] // 4) * 4
         assert scales.stride()[:1] == ((1,) if region[0] == 1 else scales.shape[1:])
         assert region[0] != 1 or scales.shape[1] == 1 or scales.stride(1) == aligned
