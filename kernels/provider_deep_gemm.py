@@ -43,7 +43,12 @@ import torch
 from torch import Tensor
 
 from jetrl_compile.errors import ProviderError
-from jetrl_compile.kernels.layouts import align, empty_quantized, in_order
+from jetrl_compile.kernels.layouts import (
+    CODE_ALIGNMENT,
+    align,
+    empty_quantized,
+    in_order,
+)
 from jetrl_compile.kernels.provider import (
     WGMMA_GROUPS,
     GemmShape,
@@ -148,8 +153,8 @@ def gemm(
     (m, k), n = a.shape, b.shape[0]
     if m == 0 or n == 0 or k == 0:
         return torch.zeros((m, n), dtype=out_dtype, device=a.device)
-    a, a_scales = map(_aligned, in_order(a, a_scales, 1))
-    b, b_scales = map(_aligned, in_order(b, b_scales, b_rows))
+    a, a_scales = map(_aligned, _readable(a, a_scales, 1))
+    b, b_scales = map(_aligned, _readable(b, b_scales, b_rows))
     if b_rows == 128 and out_dtype is torch.bfloat16:
         why = _wrong_1d2d(n)
         if why is not None:
@@ -169,6 +174,19 @@ def gemm(
     out = padded[:, :n]
     _call(a, a_scales, b, b_scales, out, out, (1, 1, 128))
     return out.to(out_dtype, memory_format=torch.contiguous_format).contiguous()
+
+
+def _readable(codes: Tensor, scales: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Return codes and scales as DeepGEMM reads them, copied only where they are not.
+
+    Rows of codes may begin at any multiple of 16 bytes.
+    """
+    row, col = codes.stride()
+    if col == 1 and row % CODE_ALIGNMENT == 0 and row >= codes.shape[1]:
+        ordered = codes.new_empty((0, 0))
+        _, scales = in_order(ordered, scales, rows)
+        return codes, scales
+    return in_order(codes, scales, rows)
 
 
 def _call(
@@ -214,7 +232,7 @@ def _with_zero_columns(codes: Tensor) -> Tensor:
     """Return codes whose row stride is their number of columns, a multiple of 16."""
     rows, cols = codes.shape
     wide = align(cols, COLUMNS_1D1D)
-    if wide == cols:
+    if wide == cols and codes.stride(0) == cols:
         return codes
     padded, _ = empty_quantized((rows, wide), 1, 128, codes.device)
     padded[:, :cols] = codes
