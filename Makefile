@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint pytest test-gpu bench bench-graph wheel-check clean
+.PHONY: help demo test lint pytest test-gpu sanitize bench bench-graph wheel-check clean
 
 help:
 	@echo "make demo         a real model through one FP8 RL step (ARGS=... for its options)"
@@ -16,6 +16,7 @@ help:
 	@echo "make lint         ruff, ruff format and mypy alone"
 	@echo "make pytest       the tests alone (ARGS=... for pytest)"
 	@echo "make test-gpu     the tests that need a Hopper GPU"
+	@echo "make sanitize     compute-sanitizer's memcheck over all GPU kernels"
 	@echo "make bench        the speed that must be reached on one H200 (ARGS=... for others)"
 	@echo "make bench-graph  cost of building and checking precision graphs"
 	@echo "make wheel-check  the built wheel, installed and used outside the checkout"
@@ -37,6 +38,10 @@ pytest: $(VENV)/.dev
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/pytest -m gpu $(ARGS)
+
+sanitize: $(VENV)/.dev
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python \
+	  tests/kernels/run_small.py
 
 bench: $(VENV)/.dev
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[hopper]"

@@ -31,6 +31,7 @@ _HOMES = {
     "RefitError": "errors",
     "check_containment": "containment",
     "check_phases": "report_sink",
+    "forget_weights": "kernels.weight_ops",
     "collect_reports": "report_sink",
     "get_recipe": "recipe",
     "read_graph": "graph_json",

@@ -60,7 +60,7 @@ def audit(
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
     tolerance: float = 0.0,
-    providers: tuple[str, ...] = ("reference",),
+    providers: tuple[str, ...] | None = None,
     progress: Progress | None = None,
 ) -> Audit:
     """Check a rollout model against the trainer that it was made from.
@@ -77,7 +77,7 @@ def audit(
         position_ids: (B, L), or None.
         tolerance: Largest log-prob gap in nats that passes level 4; 0 asks for equal
             bits.
-        providers: GEMM providers, the preferred one first.
+        providers: GEMM providers, the preferred one first; None: by device.
         progress: Called with a line before each step.
 
     Raises:
@@ -115,7 +115,7 @@ def _run(model: nn.Module, inputs: dict[str, Tensor], options: dict[str, Any]) -
         model,
         phase=options["phase"],
         recipe=options["recipe"],
-        providers=options["providers"],
+        providers=options["providers"] or ("reference",),
     )
     layers = _layers_with_fp8(model, traced)
     recorder = Recorder()
@@ -124,6 +124,7 @@ def _run(model: nn.Module, inputs: dict[str, Tensor], options: dict[str, Any]) -
         **options,
         "lowering": "aot",
         "recorder": recorder,
+        "fuse": False,  # so that each operator has a value
         "report": reports.append,
     }
     was_training = model.training

@@ -183,8 +183,8 @@ class Expander:
         return (*straight, *turned)
 
     def _item(self, node: Node) -> Value:
-        made = self.made[node.args[0]]  # type: ignore[index]
-        return made[node.args[1]] if isinstance(made, tuple) else None
+        made, slot = self.made[node.args[0]], node.args[1]  # type: ignore[index]
+        return made[int(slot)] if isinstance(made, tuple) else None  # type: ignore[arg-type]
 
     def _slice(self, node: Node) -> Value:
         """A part of a GEMM of several layers is the GEMM of one."""

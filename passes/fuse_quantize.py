@@ -222,8 +222,8 @@ class _Fuser:
         norm.rstd.replace_all_uses_with(rstd)
         self._replace(straight, codes, scales)
         if turned is not None:
-            args = (x, rstd, norm.weight, *turned.args[1:6])
-            self._in_backward(turned, fused_ops.scale_rows_quantize, args, origin)
+            remade = (x, rstd, norm.weight, *turned.args[1:6])
+            self._in_backward(turned, fused_ops.scale_rows_quantize, remade, origin)
 
     def _gate(self, gated: Gated, straight: Node, turned: Node | None) -> None:
         rows, cols, scale_format, floor = _flow(straight)

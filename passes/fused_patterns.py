@@ -182,7 +182,9 @@ def _sigmoid_of(node: Any) -> Any:
     """What a node is the sigmoid of; torch 2.11 writes it as 1 / (1 + exp(-x))."""
     if calls(node, aten.sigmoid.default):
         return node.args[0]
-    inner = node.args[0] if calls(node, aten.mul.Tensor) and node.args[1] == 1 else None
+    if not calls(node, aten.mul.Tensor) or node.args[1] != 1:
+        return None
+    inner: Any = node.args[0]
     for target in (aten.reciprocal.default, aten.add.Tensor, aten.exp.default):
         if not calls(inner, target) or (
             target is aten.add.Tensor and inner.args[1] != 1
