@@ -302,7 +302,9 @@ def _profile(runners: Sequence[_Runner], steps: Steps, plan: Plan) -> None:
                 write_profile(works, plan.profile, title=runner.spec.name)
             steps.drop()
             return
+    why = [r.problem for r in runners if r.spec.name == plan.profile_way]
+    reason = f" ({why[0]})" if why else ""
     raise ProviderError(
-        f"there is no usable way {plan.profile_way!r} to profile; choose one with "
-        "--profile-way"
+        f"there is no usable way {plan.profile_way!r} to profile{reason}; choose one "
+        "with --profile-way"
     )

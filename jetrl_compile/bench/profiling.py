@@ -17,7 +17,10 @@ GROUPS: tuple[tuple[str, str], ...] = (
     ("attention", r"flash|fmha|attention|attn|sdpa"),
     ("Inductor", r"^triton_(poi|red|per|tem|for|mm)_"),
     ("GEMM", r"gemm|nvjet|cutlass|cublas|splitk|wgmma|\bmm\b|addmm|matmul"),
-    ("quantize + fused", r"quantize|rms_norm|silu|scale_rows|amax|jetrl::"),
+    (
+        "quantize + fused",
+        r"quantize|amax|jetrl::|^(tile|rows|norm|scale|forward|backward)_\w*kernel",
+    ),
     ("copies", r"mem(cpy|set)|copy_|fill"),
 )
 _SDPA = re.compile(
