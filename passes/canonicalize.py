@@ -20,7 +20,7 @@ from jetrl_compile.errors import LoweringError
 from jetrl_compile.matrix_views import is_transposed
 from jetrl_compile.passes.annotate_precision import annotate_precision
 from jetrl_compile.passes.context import Context
-from jetrl_compile.passes.graph_nodes import emit
+from jetrl_compile.passes.graph_nodes import emit, hashable
 
 aten = torch.ops.aten
 _VIEWS = (
@@ -63,17 +63,13 @@ def _merge_views(context: Context) -> int:
     for node in list(context.graph.nodes):
         if node.op != "call_function" or node.target not in _VIEWS or node.kwargs:
             continue
-        key = (node.target, _hashable(node.args), node.meta.get("partitioner_tag"))
+        key = (node.target, hashable(node.args), node.meta.get("partitioner_tag"))
         first = seen.setdefault(key, node)
         if first is not node:
             node.replace_all_uses_with(first)
             context.graph.erase_node(node)
             count += 1
     return count
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _gemm_nodes(context: Context, target: Any) -> list[tuple[str, Node]]:

@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from jetrl_compile.errors import LoweringError
 from jetrl_compile.kernels import fused_ops, ops, weight_ops
-from jetrl_compile.passes.graph_nodes import emit, emit_item
+from jetrl_compile.passes.graph_nodes import call_key, emit, emit_item
 
 aten = torch.ops.aten
 cast = torch.ops.prims.convert_element_type.default
 ORIGIN = "jetrl_origin"  # of a fused node: metadata of what it replaced, by role
 SUM = "jetrl_sum"  # of a GEMM over several contractions: its parts and their additions
-
-
-_PLAIN = {ops.gemm, ops.quantize, ops.requantize, operator.getitem, aten.slice.Tensor}
+_VIEWS = (aten.view.default, aten.reshape.default)
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,6 @@ class _Origin:
 Value = Any  # a Node, Parts, or a tuple of these
 
 
-def _key(target: Any, args: Any, origin: Any) -> Any:
-    """What makes two calls the same one."""
-    tag = origin.meta.get("partitioner_tag")
-    return target, tag, tuple(tuple(a) if isinstance(a, list) else a for a in args)
-
-
 class Expander:
     """Copies a graph, and writes fused operators out."""
 
@@ -63,12 +56,16 @@ class Expander:
         self.source = graph
         self.graph = Graph()
         self.made: dict[Node, Value] = {}
-        self.written: dict[Any, Node] = {}
+        # By what makes two calls the same: what the fused operator at hand wrote; what
+        # all wrote; what was copied, of which a fused operator may be a later copy.
+        self.own: dict[Any, Node] = {}
+        self.written: dict[Any, list[Node]] = {}
+        self.copied: dict[Any, list[Node]] = {}
         self.joined: dict[Node, Node] = {}
         # silu(gate) * up by its inputs: backward reads what forward made.
         self.gated: dict[tuple[Any, Any], tuple[Node, Node, Node]] = {}
-        # The result of a norm, as a matrix, by what it normalized and the factor.
-        self.normed: dict[tuple[Any, Any], Node] = {}
+        # The result of a norm, as a matrix, by x, the factor and the weight.
+        self.normed: dict[tuple[Any, Any, Any], Node] = {}
         self.rules: dict[Any, Callable[[Node], Value]] = {
             fused_ops.quantize_parts: self._quantize_parts,
             fused_ops.quantize_twice: self._quantize_twice,
@@ -88,6 +85,7 @@ class Expander:
         """Return the written-out graph."""
         for node in self.source.nodes:
             rule = self.rules.get(node.target) if node.op == "call_function" else None
+            self.own = {}
             value = None if rule is None else rule(node)
             self.made[node] = self._copy(node) if value is None else value
         return self.graph
@@ -104,19 +102,26 @@ class Expander:
         return value
 
     def _copy(self, node: Node) -> Node:
-        if self.written and node.op == "call_function" and not node.kwargs:
-            # What backward still reads of a norm that was fused.
-            same = self.written.get(_key(node.target, self._args(node), node))
-            if same is not None:
-                return same
-        return self.graph.node_copy(node, self.node)
+        if node.op != "call_function" or node.kwargs:
+            return self.graph.node_copy(node, self.node)
+        # What was fused may still be read: by backward, say.
+        key = call_key(node.target, self._args(node), node)
+        same = self.written.get(key)
+        if same:
+            return same.pop(0) if len(same) > 1 else same[0]
+        made = self.graph.node_copy(node, self.node)
+        self.copied.setdefault(key, []).append(made)
+        return made
 
     def write(self, target: Any, args: tuple[Any, ...], origin: Any) -> Node:
         """Emit a node of the model; the same one for the same arguments."""
-        key = _key(target, args, origin)
-        if key not in self.written:
-            self.written[key] = emit(self.graph, target, args, origin)
-        return self.written[key]
+        key = call_key(target, args, origin)
+        if key not in self.own:
+            left = self.copied.get(key)
+            made = left.pop(0) if left else emit(self.graph, target, args, origin)
+            self.own[key] = made
+            self.written.setdefault(key, []).append(made)
+        return self.own[key]
 
     def _args(self, node: Node) -> Any:
         return torch.fx.map_arg(node.args, self.node)
@@ -287,7 +292,7 @@ class Expander:
         shifted = self.write(aten.add.Tensor, (mean, eps), shift)
         rstd = self.write(aten.rsqrt.default, (shifted,), norm)
         y = self._flat(self._scaled(wide, rstd, weight, norm), norm)
-        self.normed[x, rstd] = y
+        self.normed[x, rstd, weight] = y
         straight = self._quantize(y, (rows, cols, *rest), False, None, node)
         turned: tuple[Value, Value] = (None, None)
         if rows_t >= 0:
@@ -298,7 +303,7 @@ class Expander:
         x, rstd, weight, rows, cols, transpose, *rest, after = self._args_and_after(
             node
         )
-        y = self.normed.get((x, rstd))
+        y = self.normed.get((x, rstd, weight))
         if y is None:
             norm = _Origin(node, "norm")
             wide = self.write(cast, (x, torch.float32), norm)
@@ -330,13 +335,36 @@ class Expander:
             *self._quantize(y, (rows_t, cols_t, *rest), True, None, node),
         )
 
+    def _kept(
+        self, node: Node, index: int, codes: Node, scales: Node, rest: Sequence[Any]
+    ) -> Any:
+        """The gate, or up, whose codes forward kept for backward."""
+        tensor: Any = self.made[node.meta[ORIGIN]["kept"][index]]
+        source = tensor
+        while source.target in _VIEWS:
+            source = source.args[0]
+        made: Any = codes.args[0]
+        if (
+            codes.target is not operator.getitem
+            or (scales.target, scales.args) != (operator.getitem, (made, 1))
+            or codes.args[1] != 0
+            or (made.target, made.args[0]) != (ops.quantize, source)
+            or made.args[1:6] != (1, 128, False, *rest)
+        ):
+            raise LoweringError(
+                f"{node}: the codes of {('gate', 'up')[index]} that forward keeps are "
+                f"not those of {source}; this is a fault of the compiler, please "
+                "report it"
+            )
+        return tensor
+
     def _silu_mul_backward(self, node: Node) -> Value:
-        dy, gate, up, gate_scales, _, *numbers = self._args(node)
+        dy, gate, up, gate_scales, up_scales, *numbers = self._args(node)
         rows, cols, rows_dy, cols_dy, rows_x, cols_x, *rest = numbers
         act, product = _Origin(node, "act_backward"), _Origin(node, "product_backward")
         if gate_scales is not None:
-            kept = node.meta[ORIGIN]["kept"]
-            gate, up = self.made[kept[0]], self.made[kept[1]]
+            gate = self._kept(node, 0, gate, gate_scales, rest)
+            up = self._kept(node, 1, up, up_scales, rest)
         silu, _, y = self._gate(gate, up, node)
         dup = self.write(aten.mul.Tensor, (dy, silu), product)
         outer = self.write(aten.mul.Tensor, (dy, up), product)

@@ -100,6 +100,13 @@ class _Fuser:
                     f"{others[0].target} reads it too"
                 )
                 norm = gated = None
+            made, read = (t.meta["val"].shape[-1] for t in (result, x))
+            if (norm or gated) and str(made) != str(read):
+                self.context.notes.append(
+                    f"{self._name(quantize)}: not fused with what makes x: it is made "
+                    f"in rows of {made} and read in rows of {read}"
+                )
+                norm = gated = None
             if norm is not None:
                 self._norm(norm, quantize, turned)
             elif gated is not None:
@@ -226,12 +233,19 @@ class _Fuser:
             self._in_backward(turned, fused_ops.scale_rows_quantize, remade, origin)
 
     def _gate(self, gated: Gated, straight: Node, turned: Node | None) -> None:
+        name = self._name(straight)
         rows, cols, scale_format, floor = _flow(straight)
         region, backward = NOT_MADE, None
         if turned is not None:
             backward = self._gated_backward(gated)
             if backward is None:
                 region = (turned.args[1], turned.args[2])  # type: ignore[assignment]
+        trains = any(gemm.role != "fprop" for gemm in self.context.lowered.values())
+        if trains and backward is None and self.context.saved_gate_up != "bf16":
+            self.context.notes.append(
+                f"{name}: gate and up are kept as they are: no kernel is both their "
+                "backward and wgrad's quantizer here"
+            )
         args = (gated.gate, gated.up, rows, cols, *region, scale_format, floor)
         with self.graph.inserting_before(straight):
             node = emit(self.graph, fused_ops.silu_mul_quantize, args, straight)
@@ -244,7 +258,7 @@ class _Fuser:
         if turned is not None and backward is None:
             self._replace(turned, *items[2:])
         elif turned is not None and backward is not None:
-            self._gate_backward(gated, turned, *backward)
+            self._gate_backward(name, gated, turned, *backward)
 
     def _gated_backward(self, gated: Gated) -> tuple[Node, Node, Node] | None:
         """The two quantize operators of [dgate, dup], and dy, if they are merged."""
@@ -276,13 +290,13 @@ class _Fuser:
         return (found[False], found[True]) if len(found) == 2 else None
 
     def _gate_backward(
-        self, gated: Gated, x: Node, straight: Node, turned: Node, dy: Node
+        self, name: str, gated: Gated, x: Node, straight: Node, turned: Node, dy: Node
     ) -> None:
         flows = [straight.args[2:4], turned.args[2:4], x.args[1:3]]
         formats = {straight.args[5:7], turned.args[5:7], x.args[4:6]}
         if len(formats) > 1:
             return
-        gate, up, kept = gated.gate, gated.up, self._keep(gated, straight)
+        gate, up, kept = gated.gate, gated.up, self._keep(name, gated, straight)
         args = (dy, *kept, *[n for f in flows for n in f], *straight.args[5:7])
         parts: Any = straight.args[0]
         with self.graph.inserting_before(straight):
@@ -301,7 +315,9 @@ class _Fuser:
         self._replace(turned, *items[2:4])
         self._replace(x, *items[4:])
 
-    def _keep(self, gated: Gated, backward: Node) -> tuple[Any, Any, Any, Any]:
+    def _keep(
+        self, name: str, gated: Gated, backward: Node
+    ) -> tuple[Any, Any, Any, Any]:
         """What backward reads of gate and up: them, or codes that forward kept."""
         gate, up = gated.gate, gated.up
         if self.context.saved_gate_up == "bf16":
@@ -317,8 +333,8 @@ class _Fuser:
         )
         if not same:
             self.context.notes.append(
-                f"{gated.gate.name}: gate and up are kept in BF16: they are not the "
-                "halves of one GEMM's result in multiples of 128"
+                f"{name}: gate and up are kept in BF16: they are not the halves of "
+                "one GEMM's result in multiples of 128"
             )
             return gate, up, None, None
         source, anchor = whole.args[0], gated.result

@@ -105,6 +105,8 @@ def match_norm(result: Any) -> RmsNorm | None:
     if isinstance(eps, Node) and eps.meta["val"].dim() != 0:
         return None
     x = wide.args[0]
+    if str(weight.meta["val"].shape[0]) != str(x.meta["val"].shape[-1]):
+        return None
     return RmsNorm(result, x, _terms(x), weight, eps, rstd, wide)
 
 
@@ -140,7 +142,8 @@ def match_gated(result: Any) -> Gated | None:
         return None
     if power.args[0].args[0] is not wide or up.meta["val"].dtype != torch.bfloat16:
         return None
-    return Gated(result, silu, wide.args[0], up)
+    shapes = {str(t.meta["val"].shape) for t in (silu, up, result)}
+    return Gated(result, silu, wide.args[0], up) if len(shapes) == 1 else None
 
 
 def match_gated_backward(dgate: Any, dup: Any, forward: Gated) -> Node | None:

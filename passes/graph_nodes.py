@@ -2,6 +2,7 @@
 
 import heapq
 import operator
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -31,6 +32,27 @@ def copy_graph(graph: Graph) -> Graph:
 def kept_meta(node: Any) -> dict[str, Any]:
     """Return the metadata of a node that a new node in its place takes."""
     return {key: node.meta[key] for key in _KEPT_META if key in node.meta}
+
+
+def hashable(value: Any) -> Any:
+    """Return an argument of a call as something that a dictionary can hold."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(hashable, value))
+    return value if isinstance(value, Hashable) else repr(value)
+
+
+def call_key(target: Any, args: Any, node: Any) -> Any:
+    """Return what makes two calls the same one: two modules may make the same tensor.
+
+    Args:
+        target: What is called.
+        args: Its arguments.
+        node: The node, or something that has its metadata.
+    """
+    meta = node.meta
+    stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {"": ""}
+    module = next(reversed(stack))
+    return target, meta.get("partitioner_tag"), module, hashable(args)
 
 
 def emit(graph: Graph, target: Any, args: tuple[Any, ...], anchor: Any) -> Node:
