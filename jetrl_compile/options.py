@@ -40,8 +40,9 @@ class CompileOptions:
             "bf16" (default), or "e4m3", which halves it.
         cache_weights: Whether a weight's codes are kept until the weight changes:
             quantized once per optimizer step, for 1 byte (2 with gradients) a
-            parameter. A write through `.data` is not seen: call
-            `jetrl_compile.forget_weights()` after it.
+            parameter. Two writes are not seen: into `.data`, and to the shards of
+            FSDP2 other than by an optimizer (`load_state_dict`). Call
+            `jetrl_compile.forget_weights()` after them.
         mode: "default", or "reduce-overhead": the graphs run as CUDA graphs.
         recorder: Records values while the graphs run (lowering "aot" only); used by
             the audit.

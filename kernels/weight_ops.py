@@ -4,8 +4,8 @@
 
 The codes never leave the operator, so a compiler cannot reuse their memory. They are
 kept from call to call (micro-batches, old log-probs, reference) while the weights have
-the version that they were made from: every in-place write that autograd sees, every
-optimizer step of the process, and `forget_weights()` end that. While a CUDA graph is
+the version that they were made from: every in-place write that autograd sees, another
+storage, every optimizer step of the process, and `forget_weights()` end that. While a CUDA graph is
 captured nothing kept is read, since its replays would not see a new version.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from jetrl_compile.errors import PrecisionFlowError
@@ -33,6 +34,7 @@ from jetrl_compile.kernels.op_definition import (
 @dataclass(frozen=True, slots=True)
 class _Kept:
     weights: tuple["weakref.ref[Tensor]", ...]
+    storages: tuple[Any, ...]  # weak: while one is held, no other gets its address
     state: tuple[Any, ...]
     codes: Tensor
     scales: Tensor
@@ -72,7 +74,7 @@ def _state(weights: Sequence[Tensor]) -> tuple[Any, ...]:
     """What changes when weights change."""
     return (
         _epoch,
-        *((w._version, w.data_ptr(), w.untyped_storage().nbytes()) for w in weights),
+        *((w._version, w.data_ptr(), w.untyped_storage()._cdata) for w in weights),
     )
 
 
@@ -112,13 +114,15 @@ def kept_codes(
         _COUNTS["read"] += 1
         return kept.codes, kept.scales
     _COUNTS["made"] += 1
-    codes, scales = quantizers.quantize_parts(weights, 0, *args)
+    with torch.no_grad():
+        codes, scales = quantizers.quantize_parts(weights, 0, *args)
 
     def drop(_: Any) -> None:
         _KEPT.pop(key, None)
 
     refs = tuple(weakref.ref(w, drop) for w in weights)
-    _KEPT[key] = _Kept(refs, state, codes, scales)
+    storages = tuple(StorageWeakRef(w.untyped_storage()) for w in weights)
+    _KEPT[key] = _Kept(refs, storages, state, codes, scales)
     return codes, scales
 
 
