@@ -5,8 +5,9 @@
 The codes never leave the operator, so a compiler cannot reuse their memory. They are
 kept from call to call (micro-batches, old log-probs, reference) while the weights have
 the version that they were made from: every in-place write that autograd sees, another
-storage, every optimizer step of the process, and `forget_weights()` end that. While a CUDA graph is
-captured nothing kept is read, since its replays would not see a new version.
+storage, every optimizer step of the process, and `forget_weights()` end that. While a
+CUDA graph is captured nothing kept is read, since its replays would not see a new
+version.
 """
 
 import weakref
