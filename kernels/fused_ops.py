@@ -19,9 +19,15 @@ import torch
 from torch import Tensor
 
 from jetrl_compile.errors import PrecisionFlowError
+from jetrl_compile.formats import short_name
 from jetrl_compile.kernels import quantizers
 from jetrl_compile.kernels.layouts import E4M3, empty_quantized
-from jetrl_compile.kernels.op_definition import check_source, check_target, define
+from jetrl_compile.kernels.op_definition import (
+    check_codes,
+    check_source,
+    check_target,
+    define,
+)
 
 _QUANTIZER = "str scale_format, float amax_floor"
 _TWICE = "int rows, int cols, int rows_t, int cols_t"
@@ -45,16 +51,59 @@ def _check_parts(parts: Sequence[Tensor], dim: int) -> None:
 
 
 def _check_activations(op: str, *tensors: Tensor) -> None:
+    """Check that tensors are BF16 and of one size."""
     for x in tensors:
-        if x.dtype not in (torch.bfloat16, E4M3):
+        if x.dtype is not torch.bfloat16:
             raise PrecisionFlowError(
-                f"{op} got {x.dtype} of shape {tuple(x.shape)}; it needs BF16"
+                f"{op} got {short_name(x.dtype)} of shape {tuple(x.shape)}; it needs "
+                "BF16"
             )
-        if x.shape[-1] != tensors[0].shape[-1]:
+    _check_sizes(op, *tensors)
+
+
+def _check_sizes(op: str, *tensors: Tensor) -> None:
+    first = tensors[0]
+    for x in tensors:
+        if x.shape[-1] != first.shape[-1] or _unequal(_rows(x), _rows(first)):
             raise PrecisionFlowError(
                 f"{op} got shapes {', '.join(str(tuple(t.shape)) for t in tensors)}; "
-                "the last dimensions need the same size"
+                "they need the same numbers of rows and columns"
             )
+
+
+def _check_weight(op: str, x: Tensor, weight: Tensor) -> None:
+    if weight.dtype is not torch.bfloat16 or weight.shape != x.shape[-1:]:
+        raise PrecisionFlowError(
+            f"{op} got a weight of shape {tuple(weight.shape)} in "
+            f"{short_name(weight.dtype)} for x {tuple(x.shape)}; it needs "
+            f"{x.shape[-1]} numbers in BF16"
+        )
+
+
+def _check_kept(
+    op: str,
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    gate_scales: Tensor | None,
+    up_scales: Tensor | None,
+) -> None:
+    """Check gate and up in BF16, or as codes with their scales."""
+    if gate_scales is None and up_scales is None:
+        return _check_activations(op, dy, gate, up)
+    if gate_scales is None or up_scales is None:
+        raise PrecisionFlowError(
+            f"{op} got scales of one of gate and up; both are codes, or neither is"
+        )
+    _check_activations(op, dy)
+    check_codes(op, "gate", gate, gate_scales, 1, 128)
+    check_codes(op, "up", up, up_scales, 1, 128)
+    _check_sizes(op, dy, gate, up)
+
+
+def _unequal(a: Any, b: Any) -> bool:
+    """Whether two sizes are known to differ; symbolic ones are not asked."""
+    return isinstance(a, int) and isinstance(b, int) and a != b
 
 
 def _rows(x: Tensor) -> Any:
@@ -128,6 +177,7 @@ def _quantize_twice(
     parts: Sequence[Tensor], dim: int, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check_parts(parts, dim)
+    check_target(args[0], args[1], *args[-2:])
     return quantizers.quantize_twice(parts, dim, *args)
 
 
@@ -161,6 +211,8 @@ def _rms_norm_quantize(
     *args: Any,
 ) -> tuple[Tensor, ...]:
     _check_activations("rms_norm_quantize", x, x if residual is None else residual)
+    _check_weight("rms_norm_quantize", x, weight)
+    check_target(args[0], args[1], *args[-2:])
     return quantizers.rms_norm_quantize(
         x, residual, weight, _eps(eps, eps_tensor), *args
     )
@@ -180,6 +232,7 @@ def _fake_rms_norm_quantize(
     amax_floor: float,
 ) -> tuple[Tensor, ...]:
     _check_activations("rms_norm_quantize", x, x if residual is None else residual)
+    _check_weight("rms_norm_quantize", x, weight)
     check_target(rows, cols, scale_format, amax_floor)
     shape = (_rows(x), x.shape[-1])
     rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
@@ -187,6 +240,16 @@ def _fake_rms_norm_quantize(
         (0,) if residual is None else x.shape, dtype=x.dtype, device=x.device
     )
     return (*_twice(shape, rows, cols, rows_t, cols_t, x.device), rstd, total)
+
+
+def _check_rstd(x: Tensor, rstd: Tensor) -> None:
+    _check_activations("scale_rows_quantize", x)
+    if rstd.dtype is not torch.float32 or _unequal(rstd.numel(), _rows(x)):
+        raise PrecisionFlowError(
+            f"scale_rows_quantize got a factor of shape {tuple(rstd.shape)} in "
+            f"{short_name(rstd.dtype)} for x {tuple(x.shape)}; it needs one FP32 "
+            "number a row"
+        )
 
 
 def _scale_rows_quantize(
@@ -200,7 +263,9 @@ def _scale_rows_quantize(
     amax_floor: float,
     after: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    _check_activations("scale_rows_quantize", x)
+    _check_rstd(x, rstd)
+    _check_weight("scale_rows_quantize", x, weight)
+    check_target(rows, cols, scale_format, amax_floor)
     return quantizers.scale_rows_quantize(
         x, rstd, weight, rows, cols, transpose, scale_format, amax_floor
     )
@@ -217,7 +282,8 @@ def _fake_scale_rows_quantize(
     amax_floor: float,
     after: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    _check_activations("scale_rows_quantize", x)
+    _check_rstd(x, rstd)
+    _check_weight("scale_rows_quantize", x, weight)
     check_target(rows, cols, scale_format, amax_floor)
     shape = (_rows(x), x.shape[-1])
     return empty_quantized(
@@ -227,6 +293,7 @@ def _fake_scale_rows_quantize(
 
 def _silu_mul_quantize(gate: Tensor, up: Tensor, *args: Any) -> tuple[Tensor, ...]:
     _check_activations("silu_mul_quantize", gate, up)
+    check_target(args[0], args[1], *args[-2:])
     return quantizers.silu_mul_quantize(gate, up, *args)
 
 
@@ -249,7 +316,8 @@ def _fake_silu_mul_quantize(
 def _silu_mul_backward_quantize(
     dy: Tensor, gate: Tensor, up: Tensor, *args: Any
 ) -> tuple[Tensor, ...]:
-    _check_activations("silu_mul_backward_quantize", dy, gate, up)
+    _check_kept("silu_mul_backward_quantize", dy, gate, up, args[0], args[1])
+    check_target(args[2], args[3], *args[-2:])
     return quantizers.silu_mul_backward_quantize(dy, gate, up, *args)
 
 
@@ -268,7 +336,7 @@ def _fake_silu_mul_backward_quantize(
     scale_format: str,
     amax_floor: float,
 ) -> tuple[Tensor, ...]:
-    _check_activations("silu_mul_backward_quantize", dy, gate, up)
+    _check_kept("silu_mul_backward_quantize", dy, gate, up, gate_scales, up_scales)
     check_target(rows, cols, scale_format, amax_floor)
     tokens, width = _rows(dy), dy.shape[-1]
     return (

@@ -31,6 +31,8 @@ from jetrl_compile.kernels.op_definition import (
     define,
 )
 
+_weak_storage: Any = StorageWeakRef  # untyped in torch 2.13
+
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
@@ -122,7 +124,7 @@ def kept_codes(
         _KEPT.pop(key, None)
 
     refs = tuple(weakref.ref(w, drop) for w in weights)
-    storages = tuple(StorageWeakRef(w.untyped_storage()) for w in weights)
+    storages = tuple(_weak_storage(w.untyped_storage()) for w in weights)
     _KEPT[key] = _Kept(refs, storages, state, codes, scales)
     return codes, scales
 
