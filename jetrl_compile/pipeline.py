@@ -38,6 +38,7 @@ def annotate(context: Context) -> int:
         recipe.check_patterns(sorted(modules))
     context.unmatched = recipe.unmatched(modules)
     context.annotated = annotate_precision(graph, recipe, context.phase)
+    context.results = context.gemm_results()
     return sum(map(context.annotated.is_fp8, context.annotated.gemms()))
 
 

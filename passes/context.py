@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
 
 from jetrl_compile.capture import PlaceholderInfo, capture
 from jetrl_compile.graph_builder import BuiltGraph, build_precision_graph
@@ -11,6 +13,18 @@ from jetrl_compile.kernels.dispatch import PROVIDERS, Choice, GemmShape
 from jetrl_compile.passes.expand_fused import expand_fused
 from jetrl_compile.precision_graph import PrecisionGraph
 from jetrl_compile.recipe import Recipe
+
+aten = torch.ops.aten
+# What leaves a GEMM's result what it is.
+_SEEN_THROUGH = (
+    aten.permute.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    torch.ops.prims.convert_element_type.default,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +66,7 @@ class Context:
         built: The precision graph as last built, fused operators written out, and
             `nodes` the FX nodes by the index that `built` knows them by.
         annotated: The precision graph with the recipe on every edge.
+        results: Of that graph: the GEMM that each result is, "" for another one.
         operands: For each GEMM to lower, its two quantized operands.
         unmatched: The recipe's patterns that match no GEMM of the graph.
         choices: For each lowered GEMM operator, the provider and why.
@@ -72,6 +87,7 @@ class Context:
     meta: Mapping[str, str] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
     annotated: PrecisionGraph | None = None
+    results: tuple[str, ...] = ()
     unmatched: tuple[str, ...] = ()
     operands: dict[Node, tuple[Quantized, Quantized]] = field(default_factory=dict)
     choices: dict[str, Choice] = field(default_factory=dict)
@@ -96,6 +112,21 @@ class Context:
                 **self.meta,
             )
         return self._built
+
+    def gemm_results(self) -> tuple[str, ...]:
+        """Return the GEMM that each result of the graph is, "" for another one.
+
+        The gradient of a weight is read by no operator, so no edge says whose it is.
+        """
+        names: dict[Node, str] = {}
+        for name, site in self.built.gemms.items():
+            names.setdefault(self.nodes[site.node], name)
+        found: list[str] = []
+        for node in tree_leaves(self.nodes[-1].args):
+            while isinstance(node, Node) and node.target in _SEEN_THROUGH:
+                node = node.args[0]
+            found.append(names.get(node, "") if isinstance(node, Node) else "")
+        return tuple(found)
 
     def changed(self) -> None:
         """Forget the built graph: a pass changed the FX graph."""

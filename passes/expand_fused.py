@@ -98,7 +98,11 @@ class Expander:
                 args = (list(value.nodes), value.dim)
                 self.joined[node] = emit(self.graph, aten.cat.default, args, node)
             return self.joined[node]
-        assert isinstance(value, Node), f"{node} has several results"
+        if not isinstance(value, Node):
+            raise LoweringError(
+                f"{node} is read as one tensor, and is none; this is a fault of the "
+                "compiler, please report it"
+            )
         return value
 
     def _copy(self, node: Node) -> Node:

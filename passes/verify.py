@@ -30,6 +30,11 @@ def verify(context: Context) -> int:
         found.meta,
     )
     wrong = _differences(annotated, context.final, fused=context.fuse)
+    wrong += [
+        f"the result that was {before or 'no GEMM'} is {after or 'no GEMM'}"
+        for before, after in zip(context.results, context.gemm_results(), strict=True)
+        if before != after
+    ]
     if wrong:
         raise LoweringError(
             f"the lowered graph differs from the annotated one in {len(wrong)} places, "
@@ -45,10 +50,8 @@ def _with_reason(operator: Operator, reason: str) -> Operator:
 def _differences(
     wanted: PrecisionGraph, found: PrecisionGraph, *, fused: bool = False
 ) -> list[str]:
-    wrong = [
-        f"{name} is missing" for name in wanted.by_name if name not in found.by_name
-    ]
-    wrong += [f"{name} is new" for name in found.by_name if name not in wanted.by_name]
+    # First what became something else: what is missing or new often follows from it.
+    wrong: list[str] = []
     for name, operator in wanted.by_name.items():
         other = found.by_name.get(name)
         # The provider and what it says of itself are chosen after annotation.
@@ -58,12 +61,18 @@ def _differences(
             batch_invariant=operator.batch_invariant,
         ):
             wrong.append(f"{operator} became {other}")
+    missing: list[str] = []
     for key, edge in wanted.by_key.items():
         read = found.by_key.get(key)
         if read is None:
-            wrong.append(f"edge '{edge}' is missing")
+            missing.append(f"edge '{edge}' is missing")
         elif read != edge and not (fused and _saved_otherwise(edge, read)):
             wrong.append(f"edge '{edge}' became '{read}'")
+    wrong += [
+        f"{name} is missing" for name in wanted.by_name if name not in found.by_name
+    ]
+    wrong += [f"{name} is new" for name in found.by_name if name not in wanted.by_name]
+    wrong += missing
     wrong += [
         f"edge '{edge}' is new"
         for key, edge in found.by_key.items()
