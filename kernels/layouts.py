@@ -3,10 +3,11 @@
 TMA, the copy engine that feeds those kernels, wants each row (codes) or column (scales)
 of a matrix to begin at a multiple of 16 bytes.
 
-- Codes are row-major; a row begins every `align(columns, 16)` elements. Where the matrix
-  is the transpose of what was quantized, its columns are tokens (in wgrad), whose number
-  changes from batch to batch: a row begins every `align(columns, 128) + 128` elements,
-  so that no compiled graph depends on whether it is contiguous, and rows lie in lines.
+- Codes are row-major; a row begins every `align(columns, 16)` elements. Where the
+  matrix is the transpose of what was quantized, its columns are tokens (in wgrad),
+  whose number changes from batch to batch: a row begins every
+  `align(columns, 128) + 128` elements, so that no compiled graph depends on whether it
+  is contiguous, and rows begin at cache lines.
 - Scales of groups (one row a region) are column-major, "mn_major_tma": a column begins
   every `align(rows, 4)` elements.
 - Scales of blocks (several rows a region) are row-major.

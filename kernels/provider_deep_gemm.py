@@ -25,11 +25,11 @@ impls/sm90_fp8_gemm_*.cuh of version 2.5) needs, and who sees to it:
   of 8; "1d1d" cannot be compiled for up to 32 rows of `a`. Both are refused here.
 
 A kernel is compiled at its first use, in 5 to 14 seconds: see `warm_up.py`. Which one
-runs depends on the sizes (tiles, stages) and on the compiled dimensions. Only the rows
-of `b` are compiled in, never the contraction: it is the number of tokens in wgrad, and
-the operator is not told its role. A role in the operator's schema, or `compiled_dims`
-chosen from the sizes, would make the contraction constant for fprop and dgrad; this is
-not worth a kernel for each (rows, contraction) unless it is measurably faster.
+runs depends on the sizes (tiles, stages) and on the compiled dimensions: the rows of
+`b` and, since that is faster, the contraction, unless it is over tokens (wgrad), whose
+number changes from batch to batch. The operator is not told its role; a transposed `a`,
+which only wgrad has, is known by its row stride (`layouts.py`). Bits are the same
+either way.
 """
 
 import importlib.util
@@ -43,9 +43,11 @@ import torch
 from torch import Tensor
 
 from jetrl_compile.errors import ProviderError
+from jetrl_compile.kernels.deep_gemm_cache import token_counts
 from jetrl_compile.kernels.layouts import (
     CODE_ALIGNMENT,
     align,
+    code_strides,
     empty_quantized,
     in_order,
 )
@@ -59,7 +61,6 @@ from jetrl_compile.kernels.provider import (
     other_regions,
 )
 
-COMPILED_DIMS = "n"  # rows of b
 MIN_ROWS_1D1D = 33
 ROWS_OF_B_1D2D = 8
 COLUMNS_1D1D = 16
@@ -153,6 +154,7 @@ def gemm(
     (m, k), n = a.shape, b.shape[0]
     if m == 0 or n == 0 or k == 0:
         return torch.zeros((m, n), dtype=out_dtype, device=a.device)
+    dims = compiled_dims(a)
     a, a_scales = map(_aligned, _readable(a, a_scales, 1))
     b, b_scales = map(_aligned, _readable(b, b_scales, b_rows))
     if b_rows == 128 and out_dtype is torch.bfloat16:
@@ -160,7 +162,7 @@ def gemm(
         if why is not None:
             raise _no_kernel(why)
         out = torch.empty((m, n), dtype=out_dtype, device=a.device)
-        _call(a, a_scales, b, b_scales, out, None, (1, 128, 128))
+        _call(a, a_scales, b, b_scales, out, None, (1, 128, 128), dims)
         return out
     why = _wrong_1d1d(m)
     if out_dtype not in (torch.float32, torch.bfloat16):
@@ -172,8 +174,15 @@ def gemm(
     a, b = _with_zero_columns(a), _with_zero_columns(b)
     padded = torch.zeros((m, align(n, 4)), dtype=torch.float32, device=a.device)
     out = padded[:, :n]
-    _call(a, a_scales, b, b_scales, out, out, (1, 1, 128))
+    _call(a, a_scales, b, b_scales, out, out, (1, 1, 128), dims)
     return out.to(out_dtype, memory_format=torch.contiguous_format).contiguous()
+
+
+def compiled_dims(a: Tensor) -> str:
+    """Return which sizes are constants of the kernel: "nk", or "n" without k."""
+    k = a.shape[1]
+    over_tokens = a.stride(0) == code_strides(a.shape[0], k, True)[0]
+    return "n" if over_tokens and k not in token_counts() else "nk"
 
 
 def _readable(codes: Tensor, scales: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -197,6 +206,7 @@ def _call(
     out: Tensor,
     c: Tensor | None,
     recipe: tuple[int, int, int],
+    dims: str,
 ) -> None:
     library().fp8_gemm_nt(
         (a, a_scales),
@@ -204,7 +214,7 @@ def _call(
         out,
         c=c,
         recipe=recipe,
-        compiled_dims=COMPILED_DIMS,
+        compiled_dims=dims,
         disable_ue8m0_cast=True,
     )
 

@@ -28,6 +28,7 @@ from jetrl_compile.kernels.provider import (
 )
 
 MULTIPLE = 16  # of the contraction and of rows of b
+MIN_ROWS = 128
 MIN_CUDA = (12, 9)
 
 
@@ -96,8 +97,11 @@ def gemm(
     if m == 0 or n == 0 or k == 0:
         return torch.zeros((m, n), dtype=out_dtype, device=a.device)
     functional = torch.nn.functional
-    if m % MULTIPLE:  # cuBLASLt refuses such a number of rows: add rows of zeros
-        a, a_scales = _taller(a, a_scales, align(m, MULTIPLE))
+    # cuBLASLt refuses rows that are no multiple of 16; and for fewer than 128 rows and
+    # a contraction of 6144 or more it adds in another order (1e-4 of the elements
+    # differ in the last bit; H200, 2026-11-30). So rows of zeros are added.
+    if m % MULTIPLE or m < MIN_ROWS:
+        a, a_scales = _taller(a, a_scales, max(align(m, MULTIPLE), MIN_ROWS))
     out: Tensor = functional.scaled_mm(
         a.contiguous(),
         b.contiguous().t(),

@@ -1,10 +1,10 @@
 """What the fused operators of `jetrl_compile.kernels.fused_ops` mean, in PyTorch.
 
 Each is a composition of the model's own operators, rounded where Hugging Face's model
-code rounds, with `reference.quantize`. It is the oracle of the Triton kernels: given the
-BF16 matrix that is quantized, codes and scales must be equal bit for bit. The matrix
-itself may differ in the last bit of BF16 where the order of an FP32 sum, or the last
-bit of an exponential, differs.
+code rounds, with `reference.quantize`. It is the oracle of the Triton kernels: given
+the BF16 matrix that is quantized, codes and scales must be equal bit for bit. The
+matrix itself may differ in the last bit of BF16 where the order of an FP32 sum, or the
+last bit of an exponential, differs.
 
 "Quantizing twice" is quantizing a matrix for the GEMM at hand and its transpose for
 wgrad, from one read. `rows_t` below 0 means that the transpose is not wanted; its codes

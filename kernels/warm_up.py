@@ -21,12 +21,17 @@ from pathlib import Path
 import torch
 
 from jetrl_compile.errors import ProviderError, one_line
+from jetrl_compile.kernels.deep_gemm_cache import (
+    CACHE_VARIABLE,
+    add_token_counts,
+    cache_dir,
+    token_counts,
+)
 from jetrl_compile.kernels.deep_gemm_tiles import H200_SMS, Kernel, kernel_for
 from jetrl_compile.kernels.layouts import align, empty_quantized
 from jetrl_compile.kernels.provider import GemmShape
 from jetrl_compile.kernels.provider_deep_gemm import COLUMNS_1D1D, DEEP_GEMM
 
-CACHE_VARIABLE = "DG_JIT_CACHE_DIR"
 MAX_WORKERS = 16
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 Progress = Callable[[int, int, str], None]
@@ -42,6 +47,7 @@ class Call:
         k: The contraction.
         b_rows: Rows of a region of `b`: 1 or 128.
         out_dtype: Short name of the result's dtype.
+        over_tokens: Whether the contraction is over tokens.
     """
 
     m: int
@@ -49,21 +55,28 @@ class Call:
     k: int
     b_rows: int = 128
     out_dtype: str = "bf16"
+    over_tokens: bool = False
 
     def __str__(self) -> str:
         return f"{self.m}x{self.n}x{self.k}, b by {self.b_rows}x128, {self.out_dtype}"
 
-    def kernel(self, sms: int) -> "Kernel | Call":
-        """Return the kernel that it needs, or itself where none is foreseen."""
+    def kernel(self, sms: int) -> "tuple[Kernel | Call, int]":
+        """Return the kernel that it needs, or itself where none is foreseen.
+
+        With it comes the contraction that is compiled in, or 0.
+        """
         by_groups = self.b_rows == 1 or self.out_dtype == "fp32"
         k = align(self.k, COLUMNS_1D1D) if by_groups else self.k
-        return kernel_for(self.m, self.n, k, by_groups, sms) or self
+        found = kernel_for(self.m, self.n, k, by_groups, sms) or self
+        free = self.over_tokens and self.k not in token_counts()
+        return found, 0 if free else k
 
     def run(self) -> None:
         """Run it on uninitialized memory of the current GPU and wait for it."""
         device = torch.device("cuda")
-        a = empty_quantized((self.m, self.k), 1, 128, device)
-        b = empty_quantized((self.n, self.k), self.b_rows, 128, device)
+        turned = self.over_tokens
+        a = empty_quantized((self.m, self.k), 1, 128, device, turned)
+        b = empty_quantized((self.n, self.k), self.b_rows, 128, device, turned)
         dtype = _DTYPES[self.out_dtype]
         DEEP_GEMM.gemm(*a, *b, 1, 128, self.b_rows, 128, dtype)
         torch.cuda.synchronize()
@@ -117,8 +130,10 @@ def calls_of(
             rejected[str(shape)] = why
         elif min(m, n, k) > 0:
             assert shape.b.granularity is not None
-            calls.add(Call(m, n, k, shape.b.granularity.rows, shape.out_dtype))
-    sms, by_kernel = _sms(), dict[Kernel | Call, Call]()
+            over_tokens = shape.role == "wgrad"
+            rows = shape.b.granularity.rows
+            calls.add(Call(m, n, k, rows, shape.out_dtype, over_tokens))
+    sms, by_kernel = _sms(), dict[tuple[Kernel | Call, int], Call]()
     for call in sorted(calls):
         by_kernel.setdefault(call.kernel(sms), call)
     return list(by_kernel.values()), tuple(rejected.items())
@@ -131,17 +146,13 @@ def _sms() -> int:
     return int(properties.multi_processor_count)
 
 
-def cache_dir() -> Path:
-    """Return the folder in which DeepGEMM keeps its kernels."""
-    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".deep_gemm")
-
-
 def warm_up(
     shapes: Iterable[GemmShape],
     *,
     jobs: int | None = None,
     into: Path | None = None,
     progress: Progress | None = None,
+    exact_tokens: Iterable[int] = (),
 ) -> WarmUp:
     """Compile what DeepGEMM needs for GEMMs.
 
@@ -152,18 +163,22 @@ def warm_up(
         into: The cache folder; default: `cache_dir()`. The variable is set for this
             process too.
         progress: Called with the calls done, all calls, and the last one.
+        exact_tokens: Numbers of tokens for which wgrad has kernels of its own, which
+            are a few percent faster; for other numbers one kernel serves all.
 
     Raises:
         ProviderError: DeepGEMM cannot run here, a size is not known, or DeepGEMM has
             already been told another folder in this process.
     """
     start = time.perf_counter()
-    calls, rejected = calls_of(shapes)
     why = DEEP_GEMM.usable()
     if why is not None:
+        calls_of(shapes)  # what is wrong with them comes first
         raise ProviderError(f"deep_gemm cannot be warmed up: {why}")
     if into is not None:
         _use_folder(into.expanduser().absolute())
+    add_token_counts(exact_tokens)
+    calls, rejected = calls_of(shapes)
     before = _kernels()
     failed = _run(calls, jobs, progress or (lambda *_: None))
     return WarmUp(
@@ -184,6 +199,7 @@ def _use_folder(folder: Path) -> None:
             f"{folder}; set {CACHE_VARIABLE} before the process starts"
         )
     os.environ[CACHE_VARIABLE] = str(folder)
+    token_counts.cache_clear()
 
 
 def _kernels() -> set[str]:

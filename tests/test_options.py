@@ -62,7 +62,7 @@ def test_options_that_cannot_be(
 def test_message_survives_dynamo() -> None:
     with pytest.raises(BackendCompilerFailed, match="did you mean 'jetrl'"):
         compiled(make_mlp(), recipe="jetlr")(activations(8, 192))
-    with pytest.raises(BackendCompilerFailed, match="mode=.max-autotune. is unknown"):
+    with pytest.raises(BackendCompilerFailed, match=r"mode=.max-autotune. is unknown"):
         torch.compile(make_mlp(), backend=jetrl, mode="max-autotune")(
             activations(8, 192)
         )

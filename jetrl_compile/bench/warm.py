@@ -53,7 +53,9 @@ def compile_ahead(
         return
     try:
         done = warm_up(
-            shapes, progress=lambda n, of, what: say(f"compiling {n}/{of} {what}")
+            shapes,
+            progress=lambda n, of, what: say(f"compiling {n}/{of} {what}"),
+            exact_tokens={shape.m for shape in shapes if shape.m is not None},
         )
     except JetRLError as error:
         say(f"DeepGEMM was not warmed up: {error}")

@@ -28,8 +28,8 @@ def command(
         list[str] | None,
         typer.Option(
             metavar="N|LOW:HIGH",
-            help="Tokens of a batch, or a range; may be given several times; "
-            "default 8192.",
+            help="Tokens of a batch (wgrad has kernels of its own for this number), or "
+            "a range; may be given several times; default 8192.",
         ),
     ] = None,
     recipe: Annotated[
@@ -52,9 +52,12 @@ def command(
 ) -> None:
     """Compile DeepGEMM's kernels for a model's GEMMs, into a folder that stays."""
     with progress("loading"):
-        counts = [count for text in tokens or ["8192"] for count in _counts(text)]
+        given = tokens or ["8192"]
+        counts = [count for text in given for count in _counts(text)]
+        exact = [int(text) for text in given if ":" not in text]
         from jetrl_compile.gemm_shapes import shapes_of_config
-        from jetrl_compile.kernels.warm_up import CACHE_VARIABLE, calls_of, warm_up
+        from jetrl_compile.kernels.deep_gemm_cache import CACHE_VARIABLE
+        from jetrl_compile.kernels.warm_up import calls_of, warm_up
     with progress(f"tracing {config_dir}") as step:
         shapes = shapes_of_config(
             config_dir,
@@ -70,7 +73,9 @@ def command(
         _print_pairs("not by deep_gemm", rejected)
         return
     with _bar() as show:
-        done = warm_up(shapes, jobs=jobs, into=cache_dir, progress=show)
+        done = warm_up(
+            shapes, jobs=jobs, into=cache_dir, progress=show, exact_tokens=exact
+        )
     _print(done)
     if cache_dir is not None:
         typer.echo(f"export {CACHE_VARIABLE}={done.cache_dir}")

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from jetrl_compile.kernels import (
     provider_deep_gemm,
     triton_common,
 )
+from jetrl_compile.kernels.deep_gemm_cache import add_token_counts, token_counts
 from jetrl_compile.kernels.dispatch import GemmShape, MeasuredClass, Provider, select
 from jetrl_compile.kernels.layouts import empty_quantized, in_order
-from jetrl_compile.kernels.provider_deep_gemm import DEEP_GEMM
+from jetrl_compile.kernels.provider_deep_gemm import DEEP_GEMM, compiled_dims
 from jetrl_compile.kernels.provider_scaled_mm import SCALED_MM
 from jetrl_compile.kernels.provider_triton import TRITON
 from jetrl_compile.kernels.reference import gemm as reference_gemm
@@ -239,6 +241,27 @@ def test_deep_gemm_refuses_what_it_would_crash_on() -> None:
         DEEP_GEMM.gemm(*x, 1, 128, 64, 128, BF16)
 
 
+def test_deep_gemm_compiles_no_number_of_tokens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", str(tmp_path))
+    token_counts.cache_clear()
+    device = torch.device("cpu")
+    for k in (100, 128, 4096):
+        straight, _ = empty_quantized((40, k), 1, 128, device)
+        over_tokens, _ = empty_quantized((40, k), 1, 128, device, True)
+        assert compiled_dims(straight) == compiled_dims(straight.contiguous()) == "nk"
+        assert compiled_dims(over_tokens) == "n"
+    add_token_counts([4096, 8192])
+    assert compiled_dims(over_tokens) == "nk"
+    assert token_counts() == {4096, 8192}
+    (tmp_path / "jetrl_token_counts.json").write_text("{")
+    token_counts.cache_clear()
+    with pytest.raises(ProviderError, match=r"cannot be read.*delete it"):
+        token_counts()
+    token_counts.cache_clear()
+
+
 class _FakeDeepGemm:
     """Checks what DeepGEMM would be given, and multiplies with the reference."""
 
@@ -265,7 +288,7 @@ class _FakeDeepGemm:
         assert (c is None) == (d.dtype is BF16)
         assert d.stride(0) * d.element_size() % 16 == 0
         assert c is None or (c is d and not d.any())
-        assert "k" not in compiled_dims
+        assert compiled_dims == "nk"
         assert disable_ue8m0_cast
         d.copy_(reference_gemm(*a, *b, 1, 128, recipe[1], 128, d.dtype))
 
