@@ -101,7 +101,7 @@ class CompileReport:
         from_cache: Whether torch's compile cache held the graph, so that the passes
             did not run and the graph is the stored one.
         nodes: For each operator, the FX node of the lowered graph that makes its
-            result; empty for a graph from the cache.
+            result; empty for a graph from the cache, or with fused operators.
     """
 
     module: str
@@ -187,6 +187,7 @@ def run_passes(
     )
     changes = {name: run(context) for name, run in PASSES}
     assert context.final is not None
+    node_of = context.built.node_of
     return CompileReport(
         module=prefix,
         phase=phase,
@@ -200,7 +201,7 @@ def run_passes(
         },
         unmatched=context.unmatched,
         notes=tuple(context.notes),
-        nodes=context.built.node_of,
+        nodes=node_of if context.nodes[-1].graph is graph else {},
     )
 
 

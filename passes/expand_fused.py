@@ -390,11 +390,14 @@ class Expander:
 
 def expand_fused(graph: Graph) -> Graph:
     """Return a graph without fused operators: the same one, if it has none."""
-    fused = Expander(graph).rules.keys() - {
+    plain = {
         ops.gemm,
+        ops.quantize,
+        ops.requantize,
         operator.getitem,
         aten.slice.Tensor,
     }
+    fused = Expander(graph).rules.keys() - plain
     if not any(node.target in fused for node in graph.nodes):
         return graph
     return Expander(graph).run()
