@@ -1,6 +1,6 @@
 """Graphs in which GEMMs are merged and quantization is fused, for the tests of both."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -45,7 +45,10 @@ class RmsNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
-def check_same(wanted: dict[str, Tensor | None], got: dict[str, Tensor | None]) -> None:
+Gradients = Mapping[str, Tensor | None]
+
+
+def check_same(wanted: Gradients, got: Gradients) -> None:
     """Check that two sets of gradients have the same bits."""
     assert wanted.keys() == got.keys()
     for name, gradient in wanted.items():
