@@ -19,7 +19,10 @@ from tiny_models import (
 )
 from torch import Tensor
 
+from jetrl_compile.gemm_shapes import shapes_of_config
 from jetrl_compile.kernels import quantizers
+from jetrl_compile.kernels.deep_gemm_tiles import token_steps
+from jetrl_compile.kernels.warm_up import warm_up
 from jetrl_compile.layers import compile_layers
 from jetrl_compile.pipeline import CompileReport
 from jetrl_compile.report_sink import collect_reports
@@ -45,6 +48,15 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "attn_implementation": "eager",
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_kernels() -> None:
+    """Compile DeepGEMM's kernels several at once: one by one they take minutes."""
+    config = make_model("qwen3", **SIZES).config
+    for recipe in ("jetrl", "jetrl_paper"):
+        done = warm_up(shapes_of_config(config, token_steps(64, 258), recipe=recipe))
+        assert not done.failed
 
 
 @pytest.fixture(autouse=True)
