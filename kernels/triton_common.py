@@ -14,6 +14,7 @@ same bits in another way.
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,11 +108,13 @@ def region_scale(
         scale = tl.div_rn(amax, 448.0)
     else:
         # The bits of a true division by 448, for 2 fused multiply-adds: tried for every
-        # mantissa. The remainder of infinity would be NaN.
+        # mantissa. The remainder of infinity is NaN, and then the maximum is -infinity;
+        # it is no other number than the remainder elsewhere.
         scale = amax * (1.0 / 448.0)
         excess = tl.fma(scale, tl.full(amax.shape, 448.0, tl.float32), amax * -1.0)
+        excess = tl.maximum(excess, amax * -1.0)
         minus = tl.full(amax.shape, -1.0 / 448.0, tl.float32)
-        scale = tl.where(amax == float("inf"), amax, tl.fma(excess, minus, scale))
+        scale = tl.fma(excess, minus, scale)
     if UE8M0:
         bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & ~0x7FFFFF
         power = bits.to(tl.float32, bitcast=True)
@@ -240,35 +243,55 @@ def _approximate_reciprocal(scale: tl.tensor) -> tl.tensor:
 def _quotient(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     # 1 / scale = high + low, so that x high + x low, rounded once, is the quotient.
     # Less 2 units in the last place of high, low is at least 0, and then the sum keeps
-    # the sign of x = -0.
-    high = _approximate_reciprocal(scale).to(tl.int32, bitcast=True) - 2
+    # the sign of x = -0. The maxima make both 0 for an infinite scale, whose high would
+    # be below 0 as an integer, and whose low would be NaN.
+    high = tl.maximum(_approximate_reciprocal(scale).to(tl.int32, bitcast=True) - 2, 0)
     high = high.to(tl.float32, bitcast=True)
     low = tl.fma(scale * -1.0, high, tl.full(high.shape, 1.0, tl.float32)) * high
-    infinite = scale == float("inf")
-    high = tl.broadcast_to(tl.where(infinite, 0.0, high), x.shape)
-    return tl.fma(x, high, x * tl.where(infinite, 0.0, low))
+    return tl.fma(x, tl.broadcast_to(high, x.shape), x * tl.maximum(low, 0.0))
 
 
 @jit
 def _reciprocal(scale: tl.tensor) -> tl.tensor:
     """Return 1 / scale, correctly rounded wherever that matters; 0 of infinity."""
     near = _approximate_reciprocal(scale)
-    # One Newton step. For a scale of 24 ones it may miss the last bit, which is 1.
+    # One Newton step; for an infinite scale the error would be NaN. For a scale of 24
+    # ones the step may miss the last bit, which is 1.
     error = tl.fma(scale * -1.0, near, tl.full(near.shape, 1.0, tl.float32))
-    bits = tl.fma(error, near, near).to(tl.int32, bitcast=True)
+    bits = tl.fma(tl.maximum(error, -1.0), near, near).to(tl.int32, bitcast=True)
     ones = (scale.to(tl.int32, bitcast=True) & 0x7FFFFF) == 0x7FFFFF
-    exact = (bits | ones.to(tl.int32)).to(tl.float32, bitcast=True)
-    return tl.where(scale == float("inf"), 0.0, exact)
+    return (bits | ones.to(tl.int32)).to(tl.float32, bitcast=True)
 
 
 @jit
 def _divide(x: tl.tensor, scale: tl.tensor, reciprocal: tl.tensor) -> tl.tensor:
     # For an infinite scale the quotient is 0, and 0 * infinity must not become NaN.
-    divisor = tl.broadcast_to(tl.where(scale == float("inf"), 0.0, scale), x.shape)
+    divisor = tl.broadcast_to(tl.minimum(scale, LARGEST), x.shape)
     # Times -1 and not `-`, which Triton takes for `0 -`: the signs of zeros matter.
     minus = tl.broadcast_to(reciprocal * -1.0, x.shape)
     quotient = x * reciprocal
     return tl.fma(tl.fma(quotient, divisor, x * -1.0), minus, quotient)
+
+
+@jit
+def prefetch(at: tl.tensor) -> None:
+    """Bring the lines of 128 bytes at some addresses from memory into the L2 cache.
+
+    A program that does this for the tile of a program that will start when it ends
+    shortens the wait of that one, and needs no register for it.
+
+    Args:
+        at: Addresses inside of tensors, one for each line.
+    """
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [at],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @jit
@@ -295,6 +318,8 @@ def _round_e4m3(x: tl.tensor) -> tl.tensor:
     return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
 
 
+# The largest number in FP32.
+LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 # Whether the kernels run on Triton's CPU interpreter: TRITON_INTERPRET=1 when this
 # module was imported.
 INTERPRETED = tl.constexpr(type(encode).__name__ == "InterpretedFunction")
@@ -334,9 +359,30 @@ def cannot_run(tensors: list[Tensor], amax_floor: float = AMAX_FLOOR) -> str | N
     return None
 
 
+def no_words(tensor: Tensor) -> str | None:
+    """Return why kernels cannot compare two BF16 numbers at once, or None if they can.
+
+    Args:
+        tensor: One that a kernel that compares words (`triton_words`) reads.
+    """
+    if not tensor.is_cuda or torch.version.hip is not None:
+        return None
+    if torch.cuda.get_device_capability(tensor.device) >= (9, 0):
+        return None
+    return "the GPU compares no words of two BF16 numbers: capability below 9.0"
+
+
 def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
     """Return the context in which a kernel that reads a tensor is launched."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a GPU has; 1 for a CPU."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -5,10 +5,11 @@ transposed), plus 4 for each scale (1/32 of a byte an element for 1x128 groups).
 
 The kernels (`triton_quantize_kernels`) have fixed parameters: the bits do not depend on
 them, no tuning run can fall into a CUDA graph capture, and the kernels wait for memory,
-not for arithmetic.
+not for arithmetic. On an H200 they run at 86-92% of the bandwidth of a copy for
+8192x4096, and at 90-99% for 8192x12288.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +18,12 @@ from jetrl_compile.errors import ProviderError
 from jetrl_compile.formats import AMAX_FLOOR, short_name
 from jetrl_compile.granularity import BLOCK_128X128, GROUP_1X128, Granularity
 from jetrl_compile.kernels.layouts import empty_quantized
-from jetrl_compile.kernels.triton_common import cannot_run, on_device
+from jetrl_compile.kernels.triton_common import (
+    cannot_run,
+    multiprocessors,
+    no_words,
+    on_device,
+)
 from jetrl_compile.kernels.triton_quantize_kernels import (
     BLOCKS,
     GROUPS,
@@ -29,6 +35,8 @@ from jetrl_compile.kernels.triton_quantize_kernels import (
 SIDE = 128
 REGIONS = tuple((g.rows, g.cols) for g in (GROUP_1X128, BLOCK_128X128))
 Region = tuple[int, int]
+MOST_PARTS = 3  # of one launch
+TOGETHER = 2  # programs at a time on a multiprocessor, for the distance of a prefetch
 
 
 def rejects(
@@ -53,7 +61,10 @@ def rejects(
             return f"no kernel quantizes {short_name(part.dtype)}"
         if part.dim() != 2:
             return f"no kernel quantizes {part.dim()} dimensions"
-    return cannot_run(list(parts), amax_floor)
+    reason = cannot_run(list(parts), amax_floor)
+    if reason is None and (transposed is not None or straight != REGIONS[0]):
+        return no_words(parts[0])
+    return reason
 
 
 def quantize_parts(
@@ -65,7 +76,9 @@ def quantize_parts(
     scale_format: str,
     amax_floor: float,
 ) -> tuple[Tensor, Tensor]:
-    """Run `reference_fused.quantize_parts` in one launch for each part.
+    """Run `reference_fused.quantize_parts` in one launch for every 3 parts.
+
+    1x128 groups that are not transposed take a launch for each part.
 
     Args:
         parts: Matrices in BF16 or FP32 that differ in size only along `dim`. Rows may
@@ -99,7 +112,7 @@ def quantize_twice(
     scale_format: str,
     amax_floor: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run `reference_fused.quantize_twice` in one launch and one read for each part.
+    """Run `reference_fused.quantize_twice`: one read, a launch for every 3 parts.
 
     Args:
         parts: As in `quantize_parts`.
@@ -142,21 +155,36 @@ def _quantize(
     out = _allocate((shape[0], shape[1]), straight, device)
     out_t = _allocate((shape[1], shape[0]), turned, device, True)
     start = 0
-    for part, size in zip(parts, sizes, strict=True):
+    for group in _launches(parts, rows_only=straight == REGIONS[0] and turned is None):
         place = (start, 0) if dim == 0 else (0, start)
-        start += size
-        if part.numel() == 0:
+        start += sum(part.shape[dim] for part in group)
+        if all(part.numel() == 0 for part in group):
             continue
         _launch(
-            part if part.stride(1) == 1 or part.shape[1] == 1 else part.contiguous(),
+            group,
+            dim,
             _at(*out, straight, place),
             straight,
             _at(*out_t, turned, (place[1], place[0])),
             turned,
-            scale_format,
+            scale_format == "ue8m0",
             amax_floor,
         )
     return (*out, *out_t)
+
+
+def _launches(parts: Sequence[Tensor], rows_only: bool) -> Iterator[list[Tensor]]:
+    """Yield the parts that are quantized in one launch: at most 3, of one dtype."""
+    group: list[Tensor] = []
+    for part in parts:
+        if part.stride(1) != 1 and part.shape[1] > 1:
+            part = part.contiguous()
+        full = len(group) == (1 if rows_only else MOST_PARTS)
+        if group and (full or group[0].dtype != part.dtype):
+            yield group
+            group = []
+        group.append(part)
+    yield group
 
 
 def _allocate(
@@ -181,62 +209,92 @@ def _at(
 
 
 def _launch(
-    x: Tensor,
+    parts: list[Tensor],
+    dim: int,
     out: tuple[Tensor, Tensor],
     straight: Region | None,
     out_t: tuple[Tensor, Tensor],
     turned: Region | None,
-    scale_format: str,
+    ue8m0: bool,
     amax_floor: float,
 ) -> None:
-    rows, cols = x.shape
-    ue8m0 = scale_format == "ue8m0"
-    groups = -(-cols // SIDE)
-    with on_device(x):
+    with on_device(parts[0]):
         if turned is None and straight == REGIONS[0]:
-            # A warp has two rows at a time. Few rows (decoding): more programs.
-            height, warps = (32, 4) if rows > 16 else (4, 1)
-            rows_kernel[(groups * -(-rows // height),)](
-                x,
-                x.stride(0),
-                out[0],
-                out[0].stride(0),
-                out[1],
-                out[1].stride(1),
-                rows,
-                cols,
-                FLOOR=amax_floor,
-                UE8M0=ue8m0,
-                EVEN=cols % SIDE == 0,
-                HEIGHT=height,
-                num_warps=warps,
-            )
-            return
+            _launch_rows(parts[0], *out, ue8m0, amax_floor)
+        else:
+            _launch_tiles(parts, dim, out, straight, out_t, turned, ue8m0, amax_floor)
+
+
+def _launch_rows(
+    x: Tensor, codes: Tensor, scales: Tensor, ue8m0: bool, amax_floor: float
+) -> None:
+    rows, cols = x.shape
+    # A warp has two rows at a time. Few rows (decoding): more programs.
+    height, warps = (32, 4) if rows > 16 else (4, 1)
+    rows_kernel[(-(-cols // SIDE) * -(-rows // height),)](
+        x,
+        x.stride(0),
+        codes,
+        codes.stride(0),
+        scales,
+        scales.stride(1),
+        rows,
+        cols,
+        FLOOR=amax_floor,
+        UE8M0=ue8m0,
+        EVEN=cols % SIDE == 0,
+        HEIGHT=height,
+        num_warps=warps,
+    )
+
+
+def _launch_tiles(
+    parts: list[Tensor],
+    dim: int,
+    out: tuple[Tensor, Tensor],
+    straight: Region | None,
+    out_t: tuple[Tensor, Tensor],
+    turned: Region | None,
+    ue8m0: bool,
+    amax_floor: float,
+) -> None:
+    size = [*parts[0].shape]
+    size[dim] = sum(part.shape[dim] for part in parts)
+    rows, cols = size
+    # In words where all rows begin at multiples of 4 bytes.
+    words = parts[0].dtype == torch.bfloat16 and cols % 2 == 0
+    words = words and all(
+        part.data_ptr() % 4 == 0 and (part.stride(0) % 2 == 0 or part.shape[0] == 1)
+        for part in parts
+    )
+    seams = [sum(part.shape[dim] for part in parts[:count]) for count in (1, 2)]
+    given = [*parts, *parts[-1:] * (MOST_PARTS - len(parts))]
+    tile_kernel[(-(-rows // SIDE) * -(-cols // SIDE),)](
+        *given,
+        *(part.stride(0) for part in given),
+        *seams,
+        out[0],
+        out[0].stride(0),
+        out[1],
         # Of blocks the rows lie apart, of groups the columns.
-        step = out[1].stride(0 if straight == REGIONS[1] else 1)
-        step_t = out_t[1].stride(0 if turned == REGIONS[1] else 1)
-        tile_kernel[(groups * -(-rows // SIDE),)](
-            x,
-            x.stride(0),
-            out[0],
-            out[0].stride(0),
-            out[1],
-            step,
-            out_t[0],
-            out_t[0].stride(0),
-            out_t[1],
-            step_t,
-            rows,
-            cols,
-            FLOOR=amax_floor,
-            UE8M0=ue8m0,
-            EVEN=rows % SIDE == 0 and cols % SIDE == 0,
-            STRAIGHT=_made(straight),
-            TURNED=_made(turned),
-            # Few columns a thread: less work on scales. Rows in groups want it wide.
-            WIDTH=16 if straight == REGIONS[0] else 4,
-            num_warps=8,
-        )
+        out[1].stride(0 if straight == REGIONS[1] else 1),
+        out_t[0],
+        out_t[0].stride(0),
+        out_t[1],
+        out_t[1].stride(0 if turned == REGIONS[1] else 1),
+        rows,
+        cols,
+        multiprocessors(parts[0].device) * TOGETHER,
+        PARTS=len(parts),
+        BELOW=dim == 0,
+        WORDS=words,
+        FLOOR=amax_floor,
+        UE8M0=ue8m0,
+        EVEN=rows % SIDE == 0 and cols % SIDE == 0,
+        STRAIGHT=_made(straight),
+        TURNED=_made(turned),
+        num_warps=8,
+    )
 
 
 def _made(region: Region | None) -> int:

@@ -2,10 +2,9 @@
 
 - `rows_kernel`, 1x128 straight: a tile of some rows by 128 columns, 16 elements a
   thread and row, so that reads and writes have 16 bytes.
-- `tile_kernel`, all else: a tile of 128x128 as four tiles of 32x128 that hold every
-  fourth row. So a thread has 4 tokens of a column, and the transposed codes cross the
-  shared memory as 32-bit words of 4 codes, a quarter of the accesses; a row of them is
-  written as 128 adjacent bytes.
+- `tile_kernel`, all else: a tile of 128x128 in words of two columns (`triton_tiles`). A
+  program for each tile, with a prefetch: programs that loop over tiles, whose loads
+  Triton pipelines, took 10-20% longer on an H200.
 """
 
 from functools import partial
@@ -13,21 +12,29 @@ from functools import partial
 from jetrl_compile.kernels.triton_common import (
     absmax,
     encode,
-    encode_words,
     jit,
-    largest,
-    magnitude,
+    prefetch,
     region_scale,
     round_bf16,
     tl,
 )
+from jetrl_compile.kernels.triton_tiles import quantize_quad, quantize_turned
+from jetrl_compile.kernels.triton_words import pack
 
-# Arguments that change with the number of tokens and help no vectorization: another
-# value must not compile another kernel.
-ANY_VALUE = ["R", "scales_stride", "scales_t_stride", "scales_stride_c"]
+# Arguments that change with the number of tokens or with the GPU and help no
+# vectorization: another value must not compile another kernel.
+ANY_VALUE = [
+    "R",
+    "scales_stride",
+    "scales_t_stride",
+    "scales_stride_c",
+    "seam1",
+    "seam2",
+    "ahead",
+]
 # What a kernel makes of a tile, straight or transposed.
 NONE, GROUPS, BLOCKS = 0, 1, 2
-_NONE, _GROUPS, _BLOCKS = (tl.constexpr(made) for made in (NONE, GROUPS, BLOCKS))
+_NONE, _BLOCKS = tl.constexpr(NONE), tl.constexpr(BLOCKS)
 
 
 @partial(jit, do_not_specialize=ANY_VALUE)
@@ -54,7 +61,9 @@ def rows_kernel(
     inside = row[:, None] < R
     if not EVEN:
         inside = inside & (col[None, :] < C)
-    value = load(x + at * x_stride + col[None, :], inside, False)
+    value = tl.load(x + at * x_stride + col[None, :], mask=inside, other=0.0)
+    if value.dtype == tl.float32:
+        value = round_bf16(value).to(tl.bfloat16)
     scale = region_scale(absmax(value, 1), FLOOR, UE8M0)
     code = encode(value, scale[:, None])
     tl.store(codes + at * codes_stride + col[None, :], code, mask=inside)
@@ -63,8 +72,14 @@ def rows_kernel(
 
 @partial(jit, do_not_specialize=ANY_VALUE)
 def tile_kernel(
-    x: tl.tensor,
-    x_stride: tl.tensor,
+    x0: tl.tensor,
+    x1: tl.tensor,
+    x2: tl.tensor,
+    stride0: tl.tensor,
+    stride1: tl.tensor,
+    stride2: tl.tensor,
+    seam1: tl.tensor,
+    seam2: tl.tensor,
     codes: tl.tensor,
     codes_stride: tl.tensor,
     scales: tl.tensor,
@@ -75,136 +90,223 @@ def tile_kernel(
     scales_t_stride: tl.tensor,
     R: tl.tensor,
     C: tl.tensor,
+    ahead: tl.tensor,
+    PARTS: tl.constexpr,
+    BELOW: tl.constexpr,
+    WORDS: tl.constexpr,
     FLOOR: tl.constexpr,
     UE8M0: tl.constexpr,
     EVEN: tl.constexpr,
     STRAIGHT: tl.constexpr,
     TURNED: tl.constexpr,
-    WIDTH: tl.constexpr,
 ) -> None:
     """Quantize (R, C) and its transpose; a program takes a tile of 128x128.
 
-    STRAIGHT and TURNED say what is made: NONE, GROUPS or BLOCKS. WIDTH is how many
-    adjacent columns a thread has. It computes the scales of its columns, as the other
-    threads of these columns do again: few columns and many rows are less work, but for
-    the amax of rows, which more threads must share then.
+    The matrix is PARTS matrices, x0 to x2, beside each other or, where BELOW, below
+    each other. The second begins at column (row) seam1, the third at seam2; seams lie
+    between tiles. WORDS says that two columns can be read as one word: BF16, rows begin
+    at multiples of 4 bytes, and C is even; then the tile of the program that is `ahead`
+    programs later is brought into the L2 cache. STRAIGHT and TURNED say what is made:
+    NONE, GROUPS or BLOCKS.
     """
-    tiles = tl.cdiv(C, 128)
-    tile_c = tl.program_id(0) % tiles
-    tile_r = tl.program_id(0) // tiles
-    # Rows 4 i + 0 to 4 i + 3 of the tile are row i of four tiles of 32x128.
-    row = tile_r * 128 + 4 * tl.arange(0, 32)
-    col = tile_c * 128 + tl.arange(0, 128)
-    # Told no more than this of the addresses, the compiler reads no more at once. It
-    # must be said here: it is lost at the end of a function.
-    col = tl.max_contiguous(tl.multiple_of(col, WIDTH), WIDTH)
-    in_row, in_col = row[:, None], col[None, :] < C
-    at = x + in_row.to(tl.int64) * x_stride + col[None, :]
-    x0 = load(at, (in_row < R) & in_col, EVEN)
-    x1 = load(at + x_stride, (in_row + 1 < R) & in_col, EVEN)
-    x2 = load(at + 2 * x_stride, (in_row + 2 < R) & in_col, EVEN)
-    x3 = load(at + 3 * x_stride, (in_row + 3 < R) & in_col, EVEN)
-
-    to = codes + in_row.to(tl.int64) * codes_stride + col[None, :]
-    if STRAIGHT == _GROUPS:
-        s0 = region_scale(absmax(x0, 1), FLOOR, UE8M0)
-        s1 = region_scale(absmax(x1, 1), FLOOR, UE8M0)
-        s2 = region_scale(absmax(x2, 1), FLOOR, UE8M0)
-        s3 = region_scale(absmax(x3, 1), FLOOR, UE8M0)
-        _store(to, encode(x0, s0[:, None]), in_row, in_col, R, EVEN)
-        to += codes_stride
-        _store(to, encode(x1, s1[:, None]), in_row + 1, in_col, R, EVEN)
-        to += codes_stride
-        _store(to, encode(x2, s2[:, None]), in_row + 2, in_col, R, EVEN)
-        to += codes_stride
-        _store(to, encode(x3, s3[:, None]), in_row + 3, in_col, R, EVEN)
-        # Four scales of adjacent rows lie beside each other.
-        all4 = tl.join(tl.join(s0, s2), tl.join(s1, s3)).reshape(128)
-        every = tile_r * 128 + tl.arange(0, 128)
-        tl.store(scales + tile_c * scales_stride + every, all4, mask=every < R)
-
-    if STRAIGHT == _BLOCKS or TURNED != _NONE:
-        top = tl.maximum(
-            tl.maximum(magnitude(x0), magnitude(x1)),
-            tl.maximum(magnitude(x2), magnitude(x3)),
+    wide = tl.cdiv(C, 128)
+    row = tl.program_id(0) // wide * 128
+    col = tl.program_id(0) % wide * 128
+    x, stride, above, before = _part(
+        x0, x1, x2, stride0, stride1, stride2, seam1, seam2, row, col, PARTS, BELOW
+    )
+    at = x + ((row - above).to(tl.int64) * stride + (col - before))
+    quad = (
+        _words(at, stride, row, col, R, C, 0, WORDS, EVEN),
+        _words(at, stride, row, col, R, C, 1, WORDS, EVEN),
+        _words(at, stride, row, col, R, C, 2, WORDS, EVEN),
+        _words(at, stride, row, col, R, C, 3, WORDS, EVEN),
+    )
+    if WORDS:
+        later = tl.program_id(0) + ahead
+        later = tl.minimum(later, tl.num_programs(0) - 1)
+        row_l, col_l = later // wide * 128, later % wide * 128
+        x, stride, above, before = _part(
+            x0,
+            x1,
+            x2,
+            stride0,
+            stride1,
+            stride2,
+            seam1,
+            seam2,
+            row_l,
+            col_l,
+            PARTS,
+            BELOW,
         )
-        amax = largest(top, 0)
-    if STRAIGHT == _BLOCKS or TURNED == _BLOCKS:
-        block_scale = region_scale(absmax(amax, 0), FLOOR, UE8M0)
-    if STRAIGHT == _BLOCKS:
-        tl.store(scales + tile_r * scales_stride + tile_c, block_scale)
-        _store(to, encode(x0, block_scale), in_row, in_col, R, EVEN)
-        to += codes_stride
-        _store(to, encode(x1, block_scale), in_row + 1, in_col, R, EVEN)
-        to += codes_stride
-        _store(to, encode(x2, block_scale), in_row + 2, in_col, R, EVEN)
-        to += codes_stride
-        _store(to, encode(x3, block_scale), in_row + 3, in_col, R, EVEN)
-
-    if TURNED == _BLOCKS:
-        tl.store(scales_t + tile_c * scales_t_stride + tile_r, block_scale)
-        word = encode_words(x0, x1, x2, x3, block_scale)
-    if TURNED == _GROUPS:
-        scale = region_scale(amax, FLOOR, UE8M0)
-        tl.store(scales_t + tile_r * scales_t_stride + col, scale, mask=col < C)
-        word = encode_words(x0, x1, x2, x3, scale[None, :])
-    if TURNED != _NONE:
-        store_turned(word, codes_t, codes_t_stride, tile_r, tile_c, R, C, EVEN)
+        # 256 lines: two for each row.
+        line = tl.arange(0, 256)
+        down = tl.minimum(row_l + line // 2, R - 1) - above
+        right = tl.minimum(col_l + line % 2 * 64, C - 1) - before
+        prefetch(x + (down.to(tl.int64) * stride + right))
+    full = (row + 128 <= R) & (col + 128 <= C)
+    if EVEN or full:
+        _tile(
+            quad,
+            row,
+            col,
+            codes,
+            codes_stride,
+            scales,
+            scales_stride,
+            codes_t,
+            codes_t_stride,
+            scales_t,
+            scales_t_stride,
+            R,
+            C,
+            WORDS,
+            FLOOR,
+            UE8M0,
+            STRAIGHT,
+            TURNED,
+            True,
+        )
+    else:
+        _tile(
+            quad,
+            row,
+            col,
+            codes,
+            codes_stride,
+            scales,
+            scales_stride,
+            codes_t,
+            codes_t_stride,
+            scales_t,
+            scales_t_stride,
+            R,
+            C,
+            WORDS,
+            FLOOR,
+            UE8M0,
+            STRAIGHT,
+            TURNED,
+            False,
+        )
 
 
 @jit
-def load(at: tl.tensor, inside: tl.tensor, EVEN: tl.constexpr) -> tl.tensor:
-    """Return values of the source in BF16; 0 outside."""
-    value = tl.load(at) if EVEN else tl.load(at, mask=inside, other=0.0)
-    if value.dtype == tl.float32:
-        value = round_bf16(value).to(tl.bfloat16)
-    return value
-
-
-@jit
-def store_turned(
-    word: tl.tensor,
+def _tile(
+    quad: tl.tensor,
+    row: tl.tensor,
+    col: tl.tensor,
+    codes: tl.tensor,
+    codes_stride: tl.tensor,
+    scales: tl.tensor,
+    scales_stride: tl.tensor,
     codes_t: tl.tensor,
     codes_t_stride: tl.tensor,
-    tile_r: tl.tensor,
-    tile_c: tl.tensor,
+    scales_t: tl.tensor,
+    scales_t_stride: tl.tensor,
     R: tl.tensor,
     C: tl.tensor,
-    EVEN: tl.constexpr,
+    WORDS: tl.constexpr,
+    FLOOR: tl.constexpr,
+    UE8M0: tl.constexpr,
+    STRAIGHT: tl.constexpr,
+    TURNED: tl.constexpr,
+    FULL: tl.constexpr,
 ) -> None:
-    """Store a tile of packed codes into its place in the transpose.
-
-    Args:
-        word: (32, 128) in int32: four codes of adjacent rows of the source.
-        codes_t: (C, R) codes, rows begin at multiples of 16 bytes. Padding after the
-            last code of a row, up to a multiple of 4, is written.
-        codes_t_stride: Between rows of `codes_t`, in codes.
-        tile_r: Which 128 rows of the source.
-        tile_c: Which 128 columns of the source.
-        R: Rows of the source.
-        C: Columns of the source.
-        EVEN: Whether the tile is full.
-    """
-    row = (tile_c * 128 + tl.arange(0, 128))[:, None]
-    quad = (tile_r * 32 + tl.arange(0, 32))[None, :]
-    words = codes_t.to(tl.pointer_type(tl.int32), bitcast=True)
-    at = words + row.to(tl.int64) * (codes_t_stride // 4) + quad
-    if EVEN:
-        tl.store(at, tl.trans(word))
-    else:
-        tl.store(at, tl.trans(word), mask=(row < C) & (quad * 4 < R))
+    """Quantize the tile from `row` and `col` on."""
+    # The column after an odd last one is padding.
+    pairs = C if WORDS else C + C % 2
+    if STRAIGHT != _NONE:
+        quantize_quad(
+            quad,
+            codes,
+            scales,
+            row,
+            col,
+            R,
+            pairs,
+            codes_stride,
+            scales_stride,
+            32,
+            STRAIGHT == _BLOCKS,
+            FULL,
+            FLOOR,
+            UE8M0,
+        )
+    if TURNED != _NONE:
+        quantize_turned(
+            quad,
+            codes_t,
+            scales_t,
+            row,
+            col,
+            R,
+            C,
+            codes_t_stride,
+            scales_t_stride,
+            TURNED == _BLOCKS,
+            FULL,
+            FLOOR,
+            UE8M0,
+        )
 
 
 @jit
-def _store(
-    at: tl.tensor,
-    code: tl.tensor,
+def _part(
+    x0: tl.tensor,
+    x1: tl.tensor,
+    x2: tl.tensor,
+    stride0: tl.tensor,
+    stride1: tl.tensor,
+    stride2: tl.tensor,
+    seam1: tl.tensor,
+    seam2: tl.tensor,
     row: tl.tensor,
-    in_col: tl.tensor,
+    col: tl.tensor,
+    PARTS: tl.constexpr,
+    BELOW: tl.constexpr,
+) -> tl.tensor:
+    """Return the part that has a row and column, its stride, first row and column."""
+    x, stride, start = x0, stride0, 0
+    place = row if BELOW else col
+    if PARTS > 1:
+        x = tl.where(place >= seam1, x1, x)
+        stride = tl.where(place >= seam1, stride1, stride)
+        start = tl.where(place >= seam1, seam1, start)
+    if PARTS > 2:
+        x = tl.where(place >= seam2, x2, x)
+        stride = tl.where(place >= seam2, stride2, stride)
+        start = tl.where(place >= seam2, seam2, start)
+    # Told so, the compiler reads 16 bytes at once.
+    start = tl.multiple_of(start, 128) if PARTS > 1 else start
+    above = start if BELOW else 0
+    before = 0 if BELOW else start
+    return x, stride, above, before
+
+
+@jit
+def _words(
+    at: tl.tensor,
+    stride: tl.tensor,
+    row: tl.tensor,
+    col: tl.tensor,
     R: tl.tensor,
-    EVEN: tl.constexpr,
-) -> None:
-    if EVEN:
-        tl.store(at, code)
-    else:
-        tl.store(at, code, mask=(row < R) & in_col)
+    C: tl.tensor,
+    PART: tl.constexpr,
+    WORDS: tl.constexpr,
+    FULL: tl.constexpr,
+) -> tl.tensor:
+    """Return every fourth row of a tile from PART on: (32, 64) words, 0 outside."""
+    down = 4 * tl.arange(0, 32)[:, None] + PART
+    if WORDS:
+        right = tl.arange(0, 64)[None, :]
+        words = at.to(tl.pointer_type(tl.int32), bitcast=True)
+        words += down * (stride // 2) + right
+        inside = (row + down < R) & (col // 2 + right < C // 2)
+        return tl.load(words) if FULL else tl.load(words, mask=inside, other=0)
+    right = tl.arange(0, 128)[None, :]
+    inside = (row + down < R) & (col + right < C)
+    value = tl.load(at + (down * stride + right), mask=inside, other=0.0)
+    first, second = tl.split(value.to(tl.float32).reshape(32, 64, 2))
+    return pack(first, second)

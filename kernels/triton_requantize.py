@@ -1,7 +1,9 @@
 """A Triton kernel that quantizes codes again, transposed, for wgrad of `jetrl_paper`.
 
 Bytes moved for each element: 1 read and 1 written, plus 4 for each scale on both sides.
-The tiles are those of `triton_quantize_kernels`, whose docstring says why they are so.
+A tile is four tiles that hold every fourth row. So a thread has 4 rows of a column, and
+the codes cross the shared memory as 32-bit words of 4 codes; a row of the transpose is
+written as 128 adjacent bytes.
 """
 
 from functools import partial
@@ -18,14 +20,14 @@ from jetrl_compile.kernels.triton_common import (
     decode,
     encode_words_fp32,
     jit,
-    largest,
-    magnitude,
+    multiprocessors,
     on_device,
+    prefetch,
     region_scale,
     tl,
 )
 from jetrl_compile.kernels.triton_quantize import REGIONS, SIDE
-from jetrl_compile.kernels.triton_quantize_kernels import ANY_VALUE, store_turned
+from jetrl_compile.kernels.triton_quantize_kernels import ANY_VALUE
 
 
 @partial(jit, do_not_specialize=ANY_VALUE)
@@ -41,43 +43,79 @@ def _requantize_kernel(
     scales_t_stride: tl.tensor,
     R: tl.tensor,
     C: tl.tensor,
+    ahead: tl.tensor,
     FLOOR: tl.constexpr,
     UE8M0: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCKS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
 ) -> None:
-    """Requantize (R, C) as its transpose; a program takes a tile of 128x128."""
-    tiles = tl.cdiv(C, 128)
-    tile_c = tl.program_id(0) % tiles
-    tile_r = tl.program_id(0) // tiles
-    row = tile_r * 128 + 4 * tl.arange(0, 32)
-    col = tile_c * 128 + tl.arange(0, 128)
-    col = tl.max_contiguous(tl.multiple_of(col, WIDTH), WIDTH)
-    at = codes + row[:, None].to(tl.int64) * codes_stride + col[None, :]
-    beside = scales + tile_c * scales_stride_c + row * scales_stride_r
-    in_col = col[None, :] < C
-    x0 = _load(at, beside, row, in_col, R, EVEN)
+    """Requantize (R, C) as its transpose; a program takes a tile of 128 rows by WIDE.
+
+    The tile of the program that is `ahead` programs later is brought into the L2 cache.
+    """
+    wide = tl.cdiv(C, WIDE)
+    row = tl.program_id(0) // wide * 128
+    col = tl.program_id(0) % wide * WIDE
+    # Rows 4 i + 0 to 4 i + 3 of the tile are row i of four tiles.
+    down = 4 * tl.arange(0, 32)
+    # Told that 4 columns are adjacent, the compiler gives a thread no more: it computes
+    # the scales of its columns, as the threads that share them do again.
+    right = tl.max_contiguous(tl.multiple_of(tl.arange(0, WIDE), 4), 4)
+    at = codes + (row.to(tl.int64) * codes_stride + col)
+    at = at + (down[:, None] * codes_stride + right[None, :])
+    beside = scales + (col // 128).to(tl.int64) * scales_stride_c
+    beside = beside + (row + down).to(tl.int64) * scales_stride_r
+    in_col = col + right[None, :] < C
+    x0 = _load(at, beside, row + down, in_col, R, EVEN)
     at, beside = at + codes_stride, beside + scales_stride_r
-    x1 = _load(at, beside, row + 1, in_col, R, EVEN)
+    x1 = _load(at, beside, row + down + 1, in_col, R, EVEN)
     at, beside = at + codes_stride, beside + scales_stride_r
-    x2 = _load(at, beside, row + 2, in_col, R, EVEN)
+    x2 = _load(at, beside, row + down + 2, in_col, R, EVEN)
     at, beside = at + codes_stride, beside + scales_stride_r
-    x3 = _load(at, beside, row + 3, in_col, R, EVEN)
-    top = tl.maximum(
-        tl.maximum(magnitude(x0), magnitude(x1)),
-        tl.maximum(magnitude(x2), magnitude(x3)),
+    x3 = _load(at, beside, row + down + 3, in_col, R, EVEN)
+
+    later = tl.minimum(tl.program_id(0) + ahead, tl.num_programs(0) - 1)
+    row_l, col_l = later // wide * 128, later % wide * WIDE
+    line = tl.minimum(row_l + tl.arange(0, 128), R - 1).to(tl.int64)
+    prefetch(codes + (line * codes_stride + col_l))
+    line = tl.minimum(row_l + tl.arange(0, 4) * 32, R - 1).to(tl.int64)
+    column = scales + (col_l // 128).to(tl.int64) * scales_stride_c
+    prefetch(column + line * scales_stride_r)
+
+    top = _larger(
+        _larger(tl.abs(x0), tl.abs(x1)),
+        _larger(tl.abs(x2), tl.abs(x3)),
     )
-    amax = largest(top, 0)
+    amax = absmax(top, 0)
     if BLOCKS:
         scale = region_scale(absmax(amax, 0), FLOOR, UE8M0)
-        tl.store(scales_t + tile_c * scales_t_stride + tile_r, scale)
+        tl.store(scales_t + col // 128 * scales_t_stride + row // 128, scale)
         word = encode_words_fp32(x0, x1, x2, x3, scale)
     else:
         scale = region_scale(amax, FLOOR, UE8M0)
-        tl.store(scales_t + tile_r * scales_t_stride + col, scale, mask=col < C)
+        every = col + tl.arange(0, WIDE)
+        to = scales_t + (row // 128).to(tl.int64) * scales_t_stride + every
+        tl.store(to, scale, mask=every < C)
         word = encode_words_fp32(x0, x1, x2, x3, scale[None, :])
-    store_turned(word, codes_t, codes_t_stride, tile_r, tile_c, R, C, EVEN)
+
+    # Four codes a word; padding up to a multiple of 4 rows is written.
+    words = codes_t.to(tl.pointer_type(tl.int32), bitcast=True)
+    step = codes_t_stride // 4
+    across = tl.arange(0, WIDE)[:, None]
+    quad = tl.arange(0, 32)[None, :]
+    to = words + (col.to(tl.int64) * step + row // 4) + (across * step + quad)
+    full = (row + 128 <= R) & (col + WIDE <= C)
+    if EVEN or full:
+        tl.store(to, tl.trans(word))
+    else:
+        inside = (col + across < C) & (row + 4 * quad < R)
+        tl.store(to, tl.trans(word), mask=inside)
+
+
+@jit
+def _larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @jit
@@ -160,8 +198,10 @@ def requantize(
     if codes.stride(1) != 1 and c > 1:
         codes = codes.contiguous()
     blocks = rows == SIDE
+    # Small programs do not wait for each other; a block needs its whole width.
+    wide, together = (SIDE, 3) if blocks else (SIDE // 2, 6)
     with on_device(codes):
-        _requantize_kernel[(-(-r // SIDE) * -(-c // SIDE),)](
+        _requantize_kernel[(-(-r // SIDE) * -(-c // wide),)](
             codes,
             codes.stride(0),
             scales,
@@ -173,11 +213,14 @@ def requantize(
             out_scales.stride(0 if blocks else 1),
             r,
             c,
+            multiprocessors(codes.device) * together,
             FLOOR=amax_floor,
             UE8M0=scale_format == "ue8m0",
             EVEN=r % SIDE == 0 and c % SIDE == 0,
             BLOCKS=blocks,
-            WIDTH=4,
-            num_warps=8,
+            WIDE=wide,
+            num_warps=wide // 16,
+            # So that as many programs run `together` on a multiprocessor.
+            maxnreg=80,
         )
     return out, out_scales

@@ -166,7 +166,24 @@ def test_a_seam_that_cuts_a_group(dim: int) -> None:
     check([normal(130, 130), normal(130, 130, seed=1)], GROUP, BLOCK, dim)
 
 
+def test_more_parts_than_a_launch_takes() -> None:
+    parts = [normal(3, 128, seed=seed) for seed in range(5)]
+    check(parts, GROUP, GROUP, 1)
+    check(parts, None, GROUP, 1)
+
+
+def test_parts_of_two_dtypes() -> None:
+    check([normal(128, 128), normal(2, 128, seed=1).float()], BLOCK, BLOCK)
+
+
+@pytest.mark.parametrize("cols", [1, 129, 255])
+def test_odd_columns(cols: int) -> None:
+    check([normal(131, cols)], GROUP, GROUP)
+    check([normal(131, cols)], BLOCK, None)
+
+
 def test_an_empty_part() -> None:
+    check([normal(128, 128), normal(128, 0), normal(128, 64)], GROUP, GROUP, 1)
     check([normal(128, 0), normal(128, 256)], GROUP, GROUP, 1)
 
 
