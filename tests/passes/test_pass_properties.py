@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from fused_graphs import VARIANTS, layer_context, make_gated, with_options
 from tiny_models import Mlp, activations, backward, loss_of, make_model, tokens
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
@@ -16,6 +17,8 @@ from jetrl_compile.recipe import BF16, get_recipe
 
 NAMES = [name for name, _ in PASSES]
 CASES = ("mlp", "mlp_dynamic", "mlp_fp32", "decoder", "inference", "no_gemm")
+# Passes that do something only where they are asked to.
+OPTIONAL = ("merge_siblings", "fuse_quantize", "cache_weights", "verify")
 
 
 def traced(case: str, recipe: str) -> Context:
@@ -55,9 +58,11 @@ def replace_recipe(context: Context, name: str) -> Context:
     return other
 
 
-def prepared(contexts: dict[str, Context], recipe: str, name: str) -> Context:
+def prepared(
+    contexts: dict[str, Context], recipe: str, name: str, **options: Any
+) -> Context:
     """A context on which the passes before `name` have run."""
-    context = fresh(contexts[recipe])
+    context = with_options(contexts[recipe], **options)
     for before, run in PASSES[: NAMES.index(name)]:
         assert before != name
         run(context)
@@ -119,16 +124,12 @@ pass_names = pytest.mark.parametrize("name", NAMES)
 recipes = pytest.mark.parametrize("recipe", ["jetrl", "jetrl_paper"])
 
 
-@recipes
-@pass_names
-def test_leaves_a_sound_graph(
-    contexts: dict[str, Context], recipe: str, name: str
-) -> None:
-    context = prepared(contexts, recipe, name)
+def check_sound(name: str, context: Context) -> int:
+    """Run a pass; check that the graph can run, and claims what is true."""
     before = aliasing(context.graph)
     placeholders = [n.name for n in context.graph.find_nodes(op="placeholder")]
     outputs = len(tree_leaves(context.graph.output_node().args))
-    run_pass(name, context)
+    count = run_pass(name, context)
     context.graph.lint()
     GraphModule(nn.Module(), context.graph).recompile()
     check_meta(context.graph)
@@ -136,6 +137,15 @@ def test_leaves_a_sound_graph(
     after = [n.name for n in context.graph.find_nodes(op="placeholder")]
     assert after == placeholders
     assert len(tree_leaves(context.graph.output_node().args)) == outputs
+    return count
+
+
+@recipes
+@pass_names
+def test_leaves_a_sound_graph(
+    contexts: dict[str, Context], recipe: str, name: str
+) -> None:
+    check_sound(name, prepared(contexts, recipe, name))
 
 
 @recipes
@@ -164,8 +174,13 @@ def test_same_graph_same_result(contexts: dict[str, Context], name: str) -> None
 def test_without_a_match_nothing_changes(
     contexts: dict[str, Context], name: str
 ) -> None:
-    context = fresh(contexts["jetrl"])
-    context.recipe = BF16
+    context = with_options(
+        contexts["jetrl"],
+        recipe=BF16,
+        fuse=True,
+        saved_gate_up="e4m3",
+        cache_weights=True,
+    )
     before = text(context)
     for each, run in PASSES:
         count = run(context)
@@ -181,3 +196,48 @@ def test_every_case_is_what_it_says(case: str, contexts: dict[str, Context]) -> 
     found = context.graph.find_nodes(op="call_function", target=target)
     wanted = {"decoder": 21, "inference": 3, "no_gemm": 0}.get(case, 9)
     assert len(found) == wanted
+
+
+# The same where GEMMs are merged, quantization is fused and weights are kept.
+
+
+def fused_context(case: str) -> Context:
+    if case == "layer":
+        return layer_context()
+    model, x = make_gated(bias=case == "bias"), activations(2, 24, 256)
+    if case == "inference":
+        with torch.no_grad():
+            return capture_context(lambda run: run(x), model)
+    if case == "dynamic":
+        torch._dynamo.mark_dynamic(x, 1)
+    return capture_context(lambda run: backward(run(x)), model)
+
+
+@pytest.fixture(scope="module", params=["layer", "dynamic", "bias", "inference"])
+def fused(request: pytest.FixtureRequest) -> dict[str, Context]:
+    start = fused_context(request.param)
+    torch._dynamo.reset()
+    return {"jetrl": start, "jetrl_paper": replace_recipe(start, "jetrl_paper")}
+
+
+CHOSEN = [("jetrl", variant) for variant in VARIANTS] + [("jetrl_paper", "fused")]
+
+
+@pytest.mark.parametrize(("recipe", "variant"), CHOSEN)
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_fused_graphs_are_sound(
+    fused: dict[str, Context], recipe: str, variant: str, name: str
+) -> None:
+    options = VARIANTS[variant]
+    results = []
+    for _ in range(2):
+        context = prepared(fused, recipe, name, **options)
+        results.append((check_sound(name, context), text(context)))
+    assert results[0] == results[1], "the same graph, the same result"
+    count, once = results[0]
+    asked = "cache_weights" if name == "cache_weights" else "fuse"
+    assert (count > 0) == (name == "verify" or bool(options.get(asked)))
+    notes = list(context.notes)
+    assert name == "verify" or run_pass(name, context) == 0
+    assert text(context) == once, "a second run changes nothing"
+    assert context.notes == notes
