@@ -103,6 +103,11 @@ def parse_options(options: Mapping[str, Any] | None) -> CompileOptions:
             raise RecipeError(
                 f"option {name}={getattr(chosen, name)!r} is unknown; use {needed}"
             )
+    if chosen.fuse is False and chosen.saved_gate_up != "bf16":
+        raise RecipeError(
+            f"option saved_gate_up={chosen.saved_gate_up!r} needs fused kernels; set "
+            "fuse=True, or leave it out"
+        )
     if chosen.recorder is not None and chosen.lowering != "aot":
         raise RecipeError(
             "option recorder needs lowering='aot', where the graphs run operator by "

@@ -41,7 +41,13 @@ NOT_MADE = (-1, 0)  # rows and columns of a transpose that is not wanted
 
 def fuse_quantize(context: Context) -> int:
     """Fuse; return how many quantize operators became part of another."""
-    if context.annotated is None or not context.fuse:
+    if context.annotated is None:
+        return 0
+    if not context.fuse:
+        if context.saved_gate_up != "bf16":
+            context.notes.append(
+                "gate and up are kept as they are: nothing is fused here; set fuse=True"
+            )
         return 0
     worker = _Fuser(context)
     worker.forward()
