@@ -7,8 +7,7 @@ GEMM that adds up several dgrads, the order of the additions that it replaced.
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,52 +15,28 @@ from torch.fx import Graph, Node
 
 from jetrl_compile.errors import LoweringError
 from jetrl_compile.kernels import fused_ops, ops, weight_ops
-from jetrl_compile.passes.graph_nodes import call_key, emit, emit_item
+from jetrl_compile.passes.graph_nodes import emit
+from jetrl_compile.passes.graph_writer import (
+    ORIGIN,
+    SUM,
+    GraphWriter,
+    Origin,
+    Parts,
+    Value,
+)
+
+__all__ = ["ORIGIN", "SUM", "Expander", "expand_fused"]
 
 aten = torch.ops.aten
 cast = torch.ops.prims.convert_element_type.default
-ORIGIN = "jetrl_origin"  # of a fused node: metadata of what it replaced, by role
-SUM = "jetrl_sum"  # of a GEMM over several contractions: its parts and their additions
 _VIEWS = (aten.view.default, aten.reshape.default)
 
 
-@dataclass(frozen=True)
-class Parts:
-    """A tensor that is written as several, side by side.
-
-    Attributes:
-        nodes: One for each part.
-        dim: The dimension along which they lie.
-    """
-
-    nodes: tuple[Node, ...]
-    dim: int
-
-
-class _Origin:
-    """Stands for the node that an operator replaced: its metadata."""
-
-    def __init__(self, node: Node, role: str) -> None:
-        known = node.meta.get(ORIGIN, {})
-        self.meta: Mapping[str, Any] = known.get(role, node.meta)
-
-
-Value = Any  # a Node, Parts, or a tuple of these
-
-
-class Expander:
-    """Copies a graph, and writes fused operators out."""
+class Expander(GraphWriter):
+    """Writes fused operators out."""
 
     def __init__(self, graph: Graph) -> None:
-        self.source = graph
-        self.graph = Graph()
-        self.made: dict[Node, Value] = {}
-        # By what makes two calls the same: what the fused operator at hand wrote; what
-        # all wrote; what was copied, of which a fused operator may be a later copy.
-        self.own: dict[Any, Node] = {}
-        self.written: dict[Any, list[Node]] = {}
-        self.copied: dict[Any, list[Node]] = {}
-        self.joined: dict[Node, Node] = {}
+        super().__init__(graph)
         # silu(gate) * up by its inputs: backward reads what forward made.
         self.gated: dict[tuple[Any, Any], tuple[Node, Node, Node]] = {}
         # The result of a norm, as a matrix, by x, the factor and the weight.
@@ -87,84 +62,8 @@ class Expander:
             rule = self.rules.get(node.target) if node.op == "call_function" else None
             self.own = {}
             value = None if rule is None else rule(node)
-            self.made[node] = self._copy(node) if value is None else value
+            self.made[node] = self.copy(node) if value is None else value
         return self.graph
-
-    def node(self, node: Node) -> Node:
-        """The copy of a node; parts are joined."""
-        value = self.made[node]
-        if isinstance(value, Parts):
-            if node not in self.joined:
-                args = (list(value.nodes), value.dim)
-                self.joined[node] = emit(self.graph, aten.cat.default, args, node)
-            return self.joined[node]
-        if not isinstance(value, Node):
-            raise LoweringError(
-                f"{node} is read as one tensor, and is none; this is a fault of the "
-                "compiler, please report it"
-            )
-        return value
-
-    def _copy(self, node: Node) -> Node:
-        if node.op != "call_function" or node.kwargs:
-            return self.graph.node_copy(node, self.node)
-        # What was fused may still be read: by backward, say.
-        key = call_key(node.target, self._args(node), node)
-        same = self.written.get(key)
-        if same:
-            return same.pop(0) if len(same) > 1 else same[0]
-        made = self.graph.node_copy(node, self.node)
-        self.copied.setdefault(key, []).append(made)
-        return made
-
-    def write(self, target: Any, args: tuple[Any, ...], origin: Any) -> Node:
-        """Emit a node of the model; the same one for the same arguments."""
-        key = call_key(target, args, origin)
-        if key not in self.own:
-            left = self.copied.get(key)
-            made = left.pop(0) if left else emit(self.graph, target, args, origin)
-            self.own[key] = made
-            self.written.setdefault(key, []).append(made)
-        return self.own[key]
-
-    def _args(self, node: Node) -> Any:
-        return torch.fx.map_arg(node.args, self.node)
-
-    def _args_and_after(self, node: Node) -> Any:
-        """The arguments of an operator whose last one only orders it in backward."""
-        *args, after = node.args
-        value = self.made[after] if isinstance(after, Node) else None
-        first = value.nodes[0] if isinstance(value, Parts) else value
-        return (*torch.fx.map_arg(tuple(args), self.node), first)
-
-    def _quantize(
-        self, x: Node, flow: Sequence[Any], transpose: bool, after: Any, origin: Any
-    ) -> tuple[Node, Node]:
-        """Emit one quantize; `flow` is rows, cols, scale format and amax floor."""
-        rows, cols, scale_format, floor = flow
-        args = (x, rows, cols, transpose, scale_format, floor, after)
-        made = emit(self.graph, ops.quantize, args, origin)
-        return (
-            emit_item(self.graph, made, 0, origin),
-            emit_item(self.graph, made, 1, origin),
-        )
-
-    def _each(
-        self,
-        parts: Sequence[Any],
-        dim: int,
-        flow: Sequence[Any],
-        transpose: bool,
-        after: Any,
-        origin: Any,
-    ) -> tuple[Value, Value]:
-        """Quantize parts one by one."""
-        made = [self._quantize(x, flow, transpose, after, origin) for x in parts]
-        if len(made) == 1:
-            return made[0]
-        where = 1 - dim if transpose else dim
-        codes, scales = zip(*made, strict=True)
-        return Parts(codes, where), Parts(scales, where)
 
     def _single(self, node: Node) -> Value:
         """Copy a quantize: of a part of several layers' result, after such a one."""
@@ -172,23 +71,23 @@ class Expander:
         if isinstance(source, Parts) and node.target is ops.quantize:
             rows, cols, transpose, *rest, _ = node.args[1:]
             flow = (rows, cols, *rest)
-            return self._each(
+            return self.each(
                 source.nodes, source.dim, flow, bool(transpose), None, node
             )
-        args = self._args_and_after(node)
+        args = self.args_and_after(node)
         return emit(self.graph, node.target, args, node)
 
     def _quantize_parts(self, node: Node) -> Value:
-        parts, dim, rows, cols, transpose, *rest, after = self._args_and_after(node)
+        parts, dim, rows, cols, transpose, *rest, after = self.args_and_after(node)
         flow = (rows, cols, *rest)
-        return self._each(parts, dim, flow, transpose, after, node)
+        return self.each(parts, dim, flow, transpose, after, node)
 
     def _quantize_twice(self, node: Node) -> Value:
-        parts, dim, rows, cols, rows_t, cols_t, *rest = self._args(node)
-        straight = self._each(parts, dim, (rows, cols, *rest), False, None, node)
+        parts, dim, rows, cols, rows_t, cols_t, *rest = self.args(node)
+        straight = self.each(parts, dim, (rows, cols, *rest), False, None, node)
         if rows_t < 0:
             return (*straight, None, None)
-        turned = self._each(parts, dim, (rows_t, cols_t, *rest), True, None, node)
+        turned = self.each(parts, dim, (rows_t, cols_t, *rest), True, None, node)
         return (*straight, *turned)
 
     def _item(self, node: Node) -> Value:
@@ -239,7 +138,7 @@ class Expander:
 
         def one(i: int) -> Node:
             args = (*part(a, i), *part(b, i), *rest)
-            origin = _Origin(node, f"gemm{i}") if origins else node
+            origin = Origin(node, f"gemm{i}") if origins else node
             return emit(self.graph, ops.gemm, args, origin)
 
         if not (left and right):
@@ -251,7 +150,7 @@ class Expander:
                 continue
             role, first, second = step
             terms = (made[first], made[second])
-            made.append(emit(self.graph, aten.add.Tensor, terms, _Origin(node, role)))
+            made.append(emit(self.graph, aten.add.Tensor, terms, Origin(node, role)))
         return made[-1]
 
     def _gemm_weights(self, node: Node) -> Value:
@@ -262,7 +161,7 @@ class Expander:
             after = after.nodes[0]
         copies = [self.node(w) for w in weights]  # type: ignore[union-attr,arg-type]
         flow = (rows, cols, scale_format, floor)
-        b = self._each(copies, 0, flow, bool(transpose), after, node)
+        b = self.each(copies, 0, flow, bool(transpose), after, node)
         left = (self.made[a], self.made[a_scales])  # type: ignore[index]
         return self._gemms(node, left, b, (a_rows, a_cols, rows, cols, *last))
 
@@ -280,63 +179,61 @@ class Expander:
 
     def _rms_norm(self, node: Node) -> Value:
         x, residual, weight, eps, eps_tensor, rows, cols, rows_t, cols_t, *rest = (
-            self._args(node)
+            self.args(node)
         )
-        norm = _Origin(node, "norm")
+        norm = Origin(node, "norm")
         total = None
         if residual is not None:
             args = (x, residual)
-            x = total = self.write(aten.add.Tensor, args, _Origin(node, "add"))
+            x = total = self.write(aten.add.Tensor, args, Origin(node, "add"))
         wide = self.write(cast, (x, torch.float32), norm)
         square = self.write(aten.pow.Tensor_Scalar, (wide, 2), norm)
         mean = self.write(aten.mean.dim, (square, [-1], True), norm)
         if eps_tensor is not None:
             eps = self.write(cast, (eps_tensor, torch.float32), norm)
-        shift = _Origin(node, "shift")  # an eps that is a tensor is added outside
+        shift = Origin(node, "shift")  # an eps that is a tensor is added outside
         shifted = self.write(aten.add.Tensor, (mean, eps), shift)
         rstd = self.write(aten.rsqrt.default, (shifted,), norm)
         y = self._flat(self._scaled(wide, rstd, weight, norm), norm)
         self.normed[x, rstd, weight] = y
-        straight = self._quantize(y, (rows, cols, *rest), False, None, node)
+        straight = self.quantize(y, (rows, cols, *rest), False, None, node)
         turned: tuple[Value, Value] = (None, None)
         if rows_t >= 0:
-            turned = self._quantize(y, (rows_t, cols_t, *rest), True, None, node)
+            turned = self.quantize(y, (rows_t, cols_t, *rest), True, None, node)
         return (*straight, *turned, rstd, total)
 
     def _scale_rows(self, node: Node) -> Value:
-        x, rstd, weight, rows, cols, transpose, *rest, after = self._args_and_after(
-            node
-        )
+        x, rstd, weight, rows, cols, transpose, *rest, after = self.args_and_after(node)
         y = self.normed.get((x, rstd, weight))
         if y is None:
-            norm = _Origin(node, "norm")
+            norm = Origin(node, "norm")
             wide = self.write(cast, (x, torch.float32), norm)
             y = self._flat(self._scaled(wide, rstd, weight, norm), norm)
-        return self._quantize(y, (rows, cols, *rest), transpose, after, node)
+        return self.quantize(y, (rows, cols, *rest), transpose, after, node)
 
     def _gate(self, gate: Node, up: Node, node: Node) -> tuple[Node, Node, Node]:
         """silu(gate) in BF16, its product with up, and that product as a matrix."""
         if (gate, up) not in self.gated:
-            act = _Origin(node, "act")
+            act = Origin(node, "act")
             wide = self.write(cast, (gate, torch.float32), act)
             negative = self.write(aten.neg.default, (wide,), act)
             power = self.write(aten.exp.default, (negative,), act)
             divisor = self.write(aten.add.Tensor, (power, 1), act)
             quotient = self.write(aten.div.Tensor, (wide, divisor), act)
             silu = self.write(cast, (quotient, torch.bfloat16), act)
-            product = self.write(aten.mul.Tensor, (silu, up), _Origin(node, "product"))
+            product = self.write(aten.mul.Tensor, (silu, up), Origin(node, "product"))
             self.gated[gate, up] = (silu, product, self._flat(product, node))
         return self.gated[gate, up]
 
     def _silu_mul(self, node: Node) -> Value:
-        gate, up, rows, cols, rows_t, cols_t, *rest = self._args(node)
+        gate, up, rows, cols, rows_t, cols_t, *rest = self.args(node)
         _, _, y = self._gate(gate, up, node)
-        straight = self._quantize(y, (rows, cols, *rest), False, None, node)
+        straight = self.quantize(y, (rows, cols, *rest), False, None, node)
         if rows_t < 0:
             return (*straight, None, None)
         return (
             *straight,
-            *self._quantize(y, (rows_t, cols_t, *rest), True, None, node),
+            *self.quantize(y, (rows_t, cols_t, *rest), True, None, node),
         )
 
     def _kept(
@@ -363,9 +260,9 @@ class Expander:
         return tensor
 
     def _silu_mul_backward(self, node: Node) -> Value:
-        dy, gate, up, gate_scales, up_scales, *numbers = self._args(node)
+        dy, gate, up, gate_scales, up_scales, *numbers = self.args(node)
         rows, cols, rows_dy, cols_dy, rows_x, cols_x, *rest = numbers
-        act, product = _Origin(node, "act_backward"), _Origin(node, "product_backward")
+        act, product = Origin(node, "act_backward"), Origin(node, "product_backward")
         if gate_scales is not None:
             gate = self._kept(node, 0, gate, gate_scales, rest)
             up = self._kept(node, 1, up, up_scales, rest)
@@ -382,9 +279,9 @@ class Expander:
         dgate = self.write(aten.mul.Tensor, (scaled, slope), act)
         dgate = self.write(cast, (dgate, torch.bfloat16), act)
         both = [self._flat(dgate, node), self._flat(dup, node)]
-        straight = self._each(both, 1, (rows, cols, *rest), False, None, node)
-        turned = self._each(both, 1, (rows_dy, cols_dy, *rest), True, None, node)
-        remade = self._quantize(y, (rows_x, cols_x, *rest), True, None, node)
+        straight = self.each(both, 1, (rows, cols, *rest), False, None, node)
+        turned = self.each(both, 1, (rows_dy, cols_dy, *rest), True, None, node)
+        remade = self.quantize(y, (rows_x, cols_x, *rest), True, None, node)
         return (*straight, *turned, *remade)
 
 
