@@ -1,6 +1,6 @@
 """What the launches of the fused Triton kernels share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,19 @@ ANY_VALUE = [
 ]
 
 
-def kernel(function: Callable[..., Any]) -> Any:
-    """Make a kernel that programs are launched of."""
-    return jit(function, do_not_specialize=ANY_VALUE)
+def kernel(function: Callable[..., Any], unaligned: Sequence[str] = ()) -> Any:
+    """Make a kernel that programs are launched of.
+
+    Args:
+        function: Its source.
+        unaligned: Pointers of which the compiler is not told that they are aligned to
+            16 bytes.
+    """
+    return jit(
+        function,
+        do_not_specialize=ANY_VALUE,
+        do_not_specialize_on_alignment=list(unaligned),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +46,11 @@ class Launch:
     Attributes:
         height: Rows of a tile.
         warps: Of a program.
-        band: As in `tile_origin`.
         registers: The most that a thread may have; None: as many as there are.
     """
 
     height: int
     warps: int
-    band: int
     registers: int | None = None
 
     def tiles(self, rows: int, cols: int) -> int:

@@ -26,8 +26,8 @@ from jetrl_compile.kernels.triton_norm_kernels import norm_kernel, scale_kernel
 
 MAX_COLS = 65536  # of a norm: 64 elements a thread of 32 warps
 ELEMENTS_PER_THREAD = 32  # of a row: 4 reads of 16 bytes in flight
-STRAIGHT = Launch(height=32, warps=4, band=1)
-BLOCKS = Launch(height=128, warps=8, band=8, registers=80)
+STRAIGHT = Launch(height=32, warps=4)
+BLOCKS = Launch(height=128, warps=8, registers=80)
 
 
 def rms_norm_quantize_rejects(
@@ -230,7 +230,6 @@ def scale_rows_quantize(
                 codes.stride(0),
                 scale_stride,
                 QUARTER=launch.height // 4,
-                BAND=launch.band,
                 TRANSPOSE=transpose,
                 BLOCKS=rows != 1,
                 FULL=launch.is_full(r, c),

@@ -12,16 +12,15 @@ from jetrl_compile.kernels.triton_common import (
     tl,
 )
 from jetrl_compile.kernels.triton_launch import kernel
-from jetrl_compile.kernels.triton_tiles import (
+from jetrl_compile.kernels.triton_quads import (
     HALF,
     WIDTH,
     load_quad,
     load_rows,
-    quantize_quad,
-    quantize_turned,
     store_quad,
     tile_origin,
 )
+from jetrl_compile.kernels.triton_tiles import quantize_quad, quantize_turned
 from jetrl_compile.kernels.triton_words import high, low, multiply, pack
 
 
@@ -202,7 +201,6 @@ def scale_kernel(
     code_stride: tl.tensor,
     scale_stride: tl.tensor,
     QUARTER: tl.constexpr,
-    BAND: tl.constexpr,
     TRANSPOSE: tl.constexpr,
     BLOCKS: tl.constexpr,
     FULL: tl.constexpr,
@@ -210,7 +208,7 @@ def scale_kernel(
     UE8M0: tl.constexpr,
 ) -> None:
     """Run `triton_norm.scale_rows_quantize` on a tile."""
-    row, col = tile_origin(rows, cols, QUARTER, BAND)
+    row, col = tile_origin(tl.program_id(0), cols, QUARTER)
     value = load_quad(x, row, col, rows, cols, x_stride, QUARTER, FULL)
     factor = load_rows(rstd, row, rows, QUARTER, FULL)
     words = weight.to(tl.pointer_type(tl.int32), bitcast=True)

@@ -23,11 +23,16 @@ from jetrl_compile.kernels.triton_launch import (
 from jetrl_compile.kernels.triton_silu_kernels import backward_kernel, forward_kernel
 
 # Straight alone: regions are rows, so tiles are small, and few tokens make enough
-# programs. Else 128x128, with registers for two programs on a multiprocessor: one
-# computes while the other one reads.
-STRAIGHT = Launch(height=32, warps=4, band=1)
-TWICE = Launch(height=128, warps=8, band=8, registers=128)
-BACKWARD = Launch(height=128, warps=8, band=8)
+# programs. Else 128x128, with registers for three programs on a multiprocessor: some
+# compute while another one reads.
+STRAIGHT = Launch(height=32, warps=4)
+TWICE = Launch(height=128, warps=8, registers=80)
+# The three tiles of the backward fill the registers of a multiprocessor, so that there
+# is one program on each, and it reads the tiles after the next one while it computes.
+BACKWARD = Launch(height=128, warps=8)
+STAGES = 3
+# Two tiles of three matrices that wait, in BF16, and the codes of one transpose.
+SHARED_BYTES = 2 * 3 * TILE * TILE * 2 + TILE * TILE
 
 
 def silu_mul_quantize_rejects(
@@ -111,7 +116,6 @@ def silu_mul_quantize(
                 codes_t.stride(0),
                 scale_stride_t,
                 QUARTER=launch.height // 4,
-                BAND=launch.band,
                 BLOCKS=rows != 1,
                 BLOCKS_T=rows_t > 1,
                 FULL=launch.is_full(r, c),
@@ -220,7 +224,8 @@ def silu_mul_backward_quantize(
     gate_scales, up_scales = _column_major(gate_scales), _column_major(up_scales)
     if r and c:
         with on_device(dy):
-            backward_kernel[(BACKWARD.tiles(r, c),)](
+            programs, stages = _pipelined(dy, BACKWARD.tiles(r, c))
+            backward_kernel[(programs,)](
                 dy,
                 gate,
                 up,
@@ -246,16 +251,14 @@ def silu_mul_backward_quantize(
                 codes_t.stride(0),
                 scale_stride_t,
                 scale_stride_x,
-                QUARTER=BACKWARD.height // 4,
-                BAND=BACKWARD.band,
                 BLOCKS=rows != 1,
                 BLOCKS_T=rows_dy != 1,
                 BLOCKS_X=rows_x != 1,
                 FULL=BACKWARD.is_full(r, c),
                 FLOOR=amax_floor,
                 UE8M0=scale_format == "ue8m0",
+                STAGES=stages,
                 num_warps=BACKWARD.warps,
-                maxnreg=BACKWARD.registers,
             )
     return codes, scales, codes_t, scales_t, codes_x, scales_x
 
@@ -264,3 +267,13 @@ def _column_major(scales: Tensor | None) -> Tensor | None:
     if scales is None or scales.shape[0] < 2 or scales.stride(0) == 1:
         return scales
     return scales.t().contiguous().t()
+
+
+def _pipelined(x: Tensor, tiles: int) -> tuple[int, int]:
+    """Return how many programs run the backward, and their STAGES, on x's device."""
+    if not x.is_cuda:
+        return tiles, 0
+    gpu = torch.cuda.get_device_properties(x.device)
+    if getattr(gpu, "shared_memory_per_block_optin", 0) < SHARED_BYTES:
+        return tiles, 0
+    return min(tiles, gpu.multi_processor_count), STAGES

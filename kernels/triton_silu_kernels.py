@@ -1,18 +1,24 @@
 """The Triton kernels of SiLU*mul and its backward; `triton_silu` launches them.
 
-One program reads a tile of 128 columns of each input once and makes every output from
-it, one after another. The rounding points are those of `reference_fused`.
+A tile of 128 columns of each input is read once, and every output is made from it.
+The rounding points are those of `reference_fused`.
 """
+
+from functools import partial
 
 from jetrl_compile.kernels.triton_common import INTERPRETED, jit, tl
 from jetrl_compile.kernels.triton_launch import kernel
-from jetrl_compile.kernels.triton_tiles import (
+from jetrl_compile.kernels.triton_quads import (
+    WIDTH,
     load_codes,
     load_quad,
-    quantize_quad,
-    quantize_turned,
     store_quad,
     tile_origin,
+)
+from jetrl_compile.kernels.triton_tiles import (
+    quantize_quad,
+    quantize_turned,
+    quantize_twice,
 )
 from jetrl_compile.kernels.triton_words import high, low, multiply, pack
 
@@ -78,7 +84,6 @@ def forward_kernel(
     code_stride_t: tl.tensor,
     scale_stride_t: tl.tensor,
     QUARTER: tl.constexpr,
-    BAND: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_T: tl.constexpr,
     FULL: tl.constexpr,
@@ -86,7 +91,7 @@ def forward_kernel(
     UE8M0: tl.constexpr,
 ) -> None:
     """Run `triton_silu.silu_mul_quantize` on a tile."""
-    row, col = tile_origin(rows, cols, QUARTER, BAND)
+    row, col = tile_origin(tl.program_id(0), cols, QUARTER)
     g = load_quad(gate, row, col, rows, cols, gate_stride, QUARTER, FULL)
     u = load_quad(up, row, col, rows, cols, up_stride, QUARTER, FULL)
     y = (
@@ -128,6 +133,7 @@ def forward_kernel(
             FULL,
             FLOOR,
             UE8M0,
+            AGAIN=True,
         )
 
 
@@ -154,8 +160,9 @@ def _load_kept(
     return quad
 
 
-@kernel
-def backward_kernel(
+@jit
+def _backward_tile(
+    tile: tl.tensor,
     dy: tl.tensor,
     gate: tl.tensor,
     up: tl.tensor,
@@ -181,8 +188,6 @@ def backward_kernel(
     code_stride_t: tl.tensor,
     scale_stride_t: tl.tensor,
     scale_stride_x: tl.tensor,
-    QUARTER: tl.constexpr,
-    BAND: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_T: tl.constexpr,
     BLOCKS_X: tl.constexpr,
@@ -191,7 +196,8 @@ def backward_kernel(
     UE8M0: tl.constexpr,
 ) -> None:
     """Run `triton_silu.silu_mul_backward_quantize` on a tile of 128x128."""
-    row, col = tile_origin(rows, cols, QUARTER, BAND)
+    QUARTER: tl.constexpr = WIDTH // 4
+    row, col = tile_origin(tile, cols, QUARTER)
     g = _load_kept(
         gate,
         gate_scales,
@@ -229,6 +235,7 @@ def backward_kernel(
         FULL,
         FLOOR,
         UE8M0,
+        AGAIN=True,
     )
     for half in tl.static_range(2):
         if half == 0:
@@ -238,33 +245,146 @@ def backward_kernel(
         at = col + half * cols
         if kept is not None:
             store_quad(gradient, kept, row, at, rows, 2 * cols, 2 * cols, QUARTER)
-        quantize_quad(
+        quantize_twice(
             gradient,
             codes,
             scales,
-            row,
-            at,
-            rows,
-            2 * cols,
-            code_stride,
-            scale_stride,
-            QUARTER,
-            BLOCKS,
-            FULL,
-            FLOOR,
-            UE8M0,
-        )
-        quantize_turned(
-            gradient,
             codes_t,
             scales_t,
             row,
             at,
             rows,
             2 * cols,
+            code_stride,
+            scale_stride,
             code_stride_t,
             scale_stride_t,
+            BLOCKS,
             BLOCKS_T,
+            FULL,
+            FLOOR,
+            UE8M0,
+        )
+
+
+@partial(kernel, unaligned=["codes"])
+def backward_kernel(
+    dy: tl.tensor,
+    gate: tl.tensor,
+    up: tl.tensor,
+    gate_scales: tl.tensor,
+    up_scales: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    codes_t: tl.tensor,
+    scales_t: tl.tensor,
+    codes_x: tl.tensor,
+    scales_x: tl.tensor,
+    kept: tl.tensor,
+    kept_x: tl.tensor,
+    rows: tl.tensor,
+    cols: tl.tensor,
+    dy_stride: tl.tensor,
+    gate_stride: tl.tensor,
+    up_stride: tl.tensor,
+    gate_scale_stride: tl.tensor,
+    up_scale_stride: tl.tensor,
+    code_stride: tl.tensor,
+    scale_stride: tl.tensor,
+    code_stride_t: tl.tensor,
+    scale_stride_t: tl.tensor,
+    scale_stride_x: tl.tensor,
+    BLOCKS: tl.constexpr,
+    BLOCKS_T: tl.constexpr,
+    BLOCKS_X: tl.constexpr,
+    FULL: tl.constexpr,
+    FLOOR: tl.constexpr,
+    UE8M0: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """Run `triton_silu.silu_mul_backward_quantize`.
+
+    With STAGES above 0 a program takes many tiles, and reads those of the next
+    STAGES - 1 into shared memory while it computes one; else it takes one.
+    """
+    # All that the compiler is told of this alignment is what suits the columns that a
+    # thread has of a row: 8 where it reads words, 16 where it reads codes. It stores
+    # them as they are, and would else move them between threads for wider stores.
+    pairs = codes.to(tl.pointer_type(tl.int16), bitcast=True)
+    if gate_scales is None:
+        codes = tl.multiple_of(pairs, 8)
+    else:
+        codes = tl.multiple_of(pairs, 16)
+    if STAGES:
+        tiles = tl.cdiv(rows, WIDTH) * tl.cdiv(cols, WIDTH)
+        for tile in tl.range(
+            tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES
+        ):
+            _backward_tile(
+                tile,
+                dy,
+                gate,
+                up,
+                gate_scales,
+                up_scales,
+                codes,
+                scales,
+                codes_t,
+                scales_t,
+                codes_x,
+                scales_x,
+                kept,
+                kept_x,
+                rows,
+                cols,
+                dy_stride,
+                gate_stride,
+                up_stride,
+                gate_scale_stride,
+                up_scale_stride,
+                code_stride,
+                scale_stride,
+                code_stride_t,
+                scale_stride_t,
+                scale_stride_x,
+                BLOCKS,
+                BLOCKS_T,
+                BLOCKS_X,
+                FULL,
+                FLOOR,
+                UE8M0,
+            )
+    else:
+        _backward_tile(
+            tl.program_id(0),
+            dy,
+            gate,
+            up,
+            gate_scales,
+            up_scales,
+            codes,
+            scales,
+            codes_t,
+            scales_t,
+            codes_x,
+            scales_x,
+            kept,
+            kept_x,
+            rows,
+            cols,
+            dy_stride,
+            gate_stride,
+            up_stride,
+            gate_scale_stride,
+            up_scale_stride,
+            code_stride,
+            scale_stride,
+            code_stride_t,
+            scale_stride_t,
+            scale_stride_x,
+            BLOCKS,
+            BLOCKS_T,
+            BLOCKS_X,
             FULL,
             FLOOR,
             UE8M0,

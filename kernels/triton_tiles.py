@@ -1,17 +1,6 @@
-"""Tiles of a matrix in Triton kernels: read once, quantized straight and transposed.
+"""Tiles of a matrix in Triton kernels: quantized straight and transposed.
 
-A tile is 128 columns and 4 QUARTER rows of a row-major matrix in BF16, as a *quad*: a
-tuple of four tensors (QUARTER, 64) of int32, where the i-th row of tensor k is row
-4 i + k of the tile and each word is two adjacent columns, the first in its low half.
-
-- Halves of a word are rounded, multiplied and compared together: half the instructions
-  and half the traffic between threads for an amax.
-- A thread has 4 adjacent rows of a column: codes of the transpose are packed in 32-bit
-  words before they move between threads.
-- A tile that is transposed or quantized in 128x128 blocks has 128 rows, so that every
-  region of it lies inside. In words it takes 32 registers a thread of 8 warps.
-
-Kernels finish with one output before they begin the next.
+Tiles are quads, as `triton_quads` reads them.
 """
 
 from jetrl_compile.kernels.triton_common import (
@@ -21,18 +10,16 @@ from jetrl_compile.kernels.triton_common import (
     region_scale,
     tl,
 )
-from jetrl_compile.kernels.triton_launch import TILE
+from jetrl_compile.kernels.triton_quads import HALF, WIDTH, part_at
 from jetrl_compile.kernels.triton_words import (
     column_amax,
     encode_pair,
     high,
+    high_again,
     low,
-    pack,
-    row_amax,
+    low_again,
+    row_amaxes,
 )
-
-WIDTH = tl.constexpr(TILE)
-HALF = tl.constexpr(TILE // 2)  # words of a row of a tile
 
 
 @jit
@@ -45,206 +32,129 @@ def _block_scale(
 
 
 @jit
-def tile_origin(
-    rows: tl.tensor, cols: tl.tensor, QUARTER: tl.constexpr, BAND: tl.constexpr
-) -> tl.tensor:
-    """Return the first row and column of this program's tile.
-
-    Programs that run together write adjacent parts of memory: they walk down BAND
-    tiles, then go to the next 128 columns.
-
-    Args:
-        rows: Of the matrix.
-        cols: Of the matrix.
-        QUARTER: Rows of a tile, divided by 4.
-        BAND: Tiles below each other that are visited one after another.
-    """
-    program = tl.program_id(0)
-    high, wide = tl.cdiv(rows, 4 * QUARTER), tl.cdiv(cols, WIDTH)
-    first = program // (BAND * wide) * BAND
-    height = tl.minimum(high - first, BAND)
-    inside = program % (BAND * wide)
-    return (first + inside % height) * 4 * QUARTER, inside // height * WIDTH
-
-
-@jit
-def _part(
-    pointer: tl.tensor,
-    row: tl.tensor,
-    col: tl.tensor,
-    rows: tl.tensor,
-    cols: tl.tensor,
-    stride: tl.tensor,
-    QUARTER: tl.constexpr,
-    PART: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> tl.tensor:
-    """Return addresses of a tensor of a quad, and which of them the matrix has.
-
-    A tile is COLUMNS of what the pointer points to; all arguments count these.
-    """
-    down = 4 * tl.arange(0, QUARTER)[:, None] + PART
-    right = tl.arange(0, COLUMNS)[None, :]
-    # 64 bits for the origin of the tile, 32 inside.
-    at = pointer + (row.to(tl.int64) * stride + col) + (down * stride + right)
-    return at, (row + down < rows) & (col + right < cols)
-
-
-@jit
-def _load_part(
-    pointer: tl.tensor,
-    row: tl.tensor,
-    col: tl.tensor,
-    rows: tl.tensor,
-    cols: tl.tensor,
-    stride: tl.tensor,
-    QUARTER: tl.constexpr,
-    PART: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FULL: tl.constexpr,
-) -> tl.tensor:
-    at, inside = _part(pointer, row, col, rows, cols, stride, QUARTER, PART, COLUMNS)
-    return tl.load(at) if FULL else tl.load(at, mask=inside, other=0)
-
-
-@jit
-def load_quad(
-    pointer: tl.tensor,
-    row: tl.tensor,
-    col: tl.tensor,
-    rows: tl.tensor,
-    cols: tl.tensor,
-    stride: tl.tensor,
-    QUARTER: tl.constexpr,
-    FULL: tl.constexpr,
-) -> tl.tensor:
-    """Return a tile; 0 outside of the matrix.
-
-    Args:
-        pointer: To the matrix, in BF16; 4-byte aligned.
-        row: First row of the tile.
-        col: First column of the tile.
-        rows: Of the matrix.
-        cols: Of the matrix; even.
-        stride: Between rows, in elements; even.
-        QUARTER: Rows of the tile, divided by 4.
-        FULL: Whether all tiles lie inside of the matrix.
-    """
-    words = pointer.to(tl.pointer_type(tl.int32), bitcast=True)
-    c, n, s = col // 2, cols // 2, stride // 2
-    return (
-        _load_part(words, row, c, rows, n, s, QUARTER, 0, HALF, FULL),
-        _load_part(words, row, c, rows, n, s, QUARTER, 1, HALF, FULL),
-        _load_part(words, row, c, rows, n, s, QUARTER, 2, HALF, FULL),
-        _load_part(words, row, c, rows, n, s, QUARTER, 3, HALF, FULL),
-    )
-
-
-@jit
-def load_codes(
-    codes: tl.tensor,
+def _row_scales(
+    quad: tl.tensor,
     scales: tl.tensor,
     row: tl.tensor,
     col: tl.tensor,
     rows: tl.tensor,
-    cols: tl.tensor,
-    stride: tl.tensor,
     scale_stride: tl.tensor,
     QUARTER: tl.constexpr,
-    FULL: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    FLOOR: tl.constexpr,
+    UE8M0: tl.constexpr,
 ) -> tl.tensor:
-    """Return a tile of E4M3 codes times the scales of their 1x128 groups, in BF16.
-
-    Args:
-        codes: Pointer to the codes, row-major.
-        scales: Pointer to the scales, column-major.
-        row: As in `load_quad`.
-        col: As in `load_quad`.
-        rows: As in `load_quad`.
-        cols: As in `load_quad`.
-        stride: Between rows of codes.
-        scale_stride: Between columns of scales.
-        QUARTER: As in `load_quad`.
-        FULL: As in `load_quad`.
-    """
-    column = scales + (col // WIDTH).to(tl.int64) * scale_stride
-    scale = load_rows(column, row, rows, QUARTER, FULL)
-    return (
-        _decoded(codes, scale[0], row, col, rows, cols, stride, QUARTER, 0, FULL),
-        _decoded(codes, scale[1], row, col, rows, cols, stride, QUARTER, 1, FULL),
-        _decoded(codes, scale[2], row, col, rows, cols, stride, QUARTER, 2, FULL),
-        _decoded(codes, scale[3], row, col, rows, cols, stride, QUARTER, 3, FULL),
-    )
+    """Store the scales of a tile; return those of each tensor of the quad."""
+    if BLOCKS:
+        block = _block_scale(quad, FLOOR, UE8M0)
+        tl.store(scales + row // WIDTH * scale_stride + col // WIDTH, block)
+        made = (block, block, block, block)
+    else:
+        first, second = row_amaxes(quad[0], quad[1])
+        third, fourth = row_amaxes(quad[2], quad[3])
+        first = region_scale(first, FLOOR, UE8M0)
+        second = region_scale(second, FLOOR, UE8M0)
+        third = region_scale(third, FLOOR, UE8M0)
+        fourth = region_scale(fourth, FLOOR, UE8M0)
+        down = row + tl.arange(0, 4 * QUARTER)
+        to = scales + (col // WIDTH).to(tl.int64) * scale_stride + down
+        beside = tl.join(tl.join(first, third), tl.join(second, fourth))
+        tl.store(to, beside.reshape(4 * QUARTER), mask=down < rows)
+        made = (first[:, None], second[:, None], third[:, None], fourth[:, None])
+    return made
 
 
 @jit
-def _decoded(
-    codes: tl.tensor,
-    scale: tl.tensor,
-    row: tl.tensor,
-    col: tl.tensor,
-    rows: tl.tensor,
-    cols: tl.tensor,
-    stride: tl.tensor,
-    QUARTER: tl.constexpr,
-    PART: tl.constexpr,
-    FULL: tl.constexpr,
-) -> tl.tensor:
-    code = _load_part(
-        codes.to(tl.pointer_type(tl.uint8), bitcast=True),
-        row,
-        col,
-        rows,
-        cols,
-        stride,
-        QUARTER,
-        PART,
-        WIDTH,
-        FULL,
-    ).to(tl.float8e4nv, bitcast=True)
-    value = (code.to(tl.float32) * scale).reshape(QUARTER, HALF, 2)
-    first, second = tl.split(value)
-    return pack(first, second)
-
-
-@jit
-def load_rows(
-    pointer: tl.tensor,
-    row: tl.tensor,
-    rows: tl.tensor,
-    QUARTER: tl.constexpr,
-    FULL: tl.constexpr,
-) -> tl.tensor:
-    """Return one number for each row of a tile, (QUARTER, 1) for each tensor."""
-    down = row + 4 * tl.arange(0, QUARTER)[:, None]
-    at = pointer + down
-    if FULL:
-        return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-    return (
-        tl.load(at, mask=down < rows, other=0.0),
-        tl.load(at + 1, mask=down + 1 < rows, other=0.0),
-        tl.load(at + 2, mask=down + 2 < rows, other=0.0),
-        tl.load(at + 3, mask=down + 3 < rows, other=0.0),
-    )
-
-
-@jit
-def store_quad(
+def _column_scales(
     quad: tl.tensor,
-    pointer: tl.tensor,
+    scales: tl.tensor,
+    row: tl.tensor,
+    col: tl.tensor,
+    cols: tl.tensor,
+    scale_stride: tl.tensor,
+    BLOCKS: tl.constexpr,
+    FLOOR: tl.constexpr,
+    UE8M0: tl.constexpr,
+) -> tl.tensor:
+    """Store the scales of a tile's transpose; return those of even and odd columns."""
+    if BLOCKS:
+        block = _block_scale(quad, FLOOR, UE8M0)
+        tl.store(scales + col // WIDTH * scale_stride + row // WIDTH, block)
+        made = (block, block)
+    else:
+        even, odd = column_amax(quad)
+        even = region_scale(even, FLOOR, UE8M0)
+        odd = region_scale(odd, FLOOR, UE8M0)
+        right = col + tl.arange(0, WIDTH)
+        to = scales + (row // WIDTH).to(tl.int64) * scale_stride + right
+        tl.store(to, tl.interleave(even, odd), mask=right < cols)
+        made = (even[None, :], odd[None, :])
+    return made
+
+
+@jit
+def _store_codes(
+    quad: tl.tensor,
+    scale: tl.tensor,
+    codes: tl.tensor,
     row: tl.tensor,
     col: tl.tensor,
     rows: tl.tensor,
     cols: tl.tensor,
-    stride: tl.tensor,
+    code_stride: tl.tensor,
     QUARTER: tl.constexpr,
+    FULL: tl.constexpr,
 ) -> None:
-    """Store a tile; the arguments are those of `load_quad`."""
-    words = pointer.to(tl.pointer_type(tl.int32), bitcast=True)
-    c, n, s = col // 2, cols // 2, stride // 2
+    """Encode a tile with what `_row_scales` returned, and store it."""
+    pairs = codes.to(tl.pointer_type(tl.int16), bitcast=True)
     for part in tl.static_range(4):
-        at, inside = _part(words, row, c, rows, n, s, QUARTER, part, HALF)
-        tl.store(at, quad[part], mask=inside)
+        pair = encode_pair(low(quad[part]), high(quad[part]), scale[part])
+        at, inside = part_at(
+            pairs, row, col // 2, rows, cols // 2, code_stride // 2, QUARTER, part, HALF
+        )
+        if FULL:
+            tl.store(at, pair)
+        else:
+            tl.store(at, pair, mask=inside)
+
+
+@jit
+def _store_turned(
+    quad: tl.tensor,
+    scale: tl.tensor,
+    codes: tl.tensor,
+    row: tl.tensor,
+    col: tl.tensor,
+    rows: tl.tensor,
+    cols: tl.tensor,
+    code_stride: tl.tensor,
+    FULL: tl.constexpr,
+    AGAIN: tl.constexpr,
+) -> None:
+    """Encode a tile with what `_column_scales` returned; store the transpose."""
+    a, b, c, d = quad
+    even, odd = scale
+    if AGAIN:
+        evens = encode_words(
+            low_again(a), low_again(b), low_again(c), low_again(d), even
+        )
+        odds = encode_words(
+            high_again(a), high_again(b), high_again(c), high_again(d), odd
+        )
+    else:
+        evens = encode_words(low(a), low(b), low(c), low(d), even)
+        odds = encode_words(high(a), high(b), high(c), high(d), odd)
+    word = tl.interleave(evens, odds)
+    four = tl.arange(0, WIDTH // 4)[None, :]
+    words = codes.to(tl.pointer_type(tl.int32), bitcast=True)
+    origin = (col.to(tl.int64) * code_stride + row) // 4
+    down = tl.arange(0, WIDTH)[:, None]
+    at = words + origin + (down * (code_stride // 4) + four)
+    if FULL:
+        tl.store(at, tl.trans(word))
+    else:
+        inside = (col + down < cols) & (row + 4 * four < rows)
+        tl.store(at, tl.trans(word), mask=inside)
 
 
 @jit
@@ -282,30 +192,10 @@ def quantize_quad(
         FLOOR: As in `region_scale`.
         UE8M0: As in `region_scale`.
     """
-    if BLOCKS:
-        block = _block_scale(quad, FLOOR, UE8M0)
-        tl.store(scales + row // WIDTH * scale_stride + col // WIDTH, block)
-        scale = (block, block, block, block)
-    else:
-        s0 = region_scale(row_amax(quad[0]), FLOOR, UE8M0)
-        s1 = region_scale(row_amax(quad[1]), FLOOR, UE8M0)
-        s2 = region_scale(row_amax(quad[2]), FLOOR, UE8M0)
-        s3 = region_scale(row_amax(quad[3]), FLOOR, UE8M0)
-        down = row + tl.arange(0, 4 * QUARTER)
-        to = scales + (col // WIDTH).to(tl.int64) * scale_stride + down
-        beside = tl.join(tl.join(s0, s2), tl.join(s1, s3)).reshape(4 * QUARTER)
-        tl.store(to, beside, mask=down < rows)
-        scale = (s0[:, None], s1[:, None], s2[:, None], s3[:, None])
-    pairs = codes.to(tl.pointer_type(tl.int16), bitcast=True)
-    for part in tl.static_range(4):
-        pair = encode_pair(low(quad[part]), high(quad[part]), scale[part])
-        at, inside = _part(
-            pairs, row, col // 2, rows, cols // 2, code_stride // 2, QUARTER, part, HALF
-        )
-        if FULL:
-            tl.store(at, pair)
-        else:
-            tl.store(at, pair, mask=inside)
+    scale = _row_scales(
+        quad, scales, row, col, rows, scale_stride, QUARTER, BLOCKS, FLOOR, UE8M0
+    )
+    _store_codes(quad, scale, codes, row, col, rows, cols, code_stride, QUARTER, FULL)
 
 
 @jit
@@ -323,37 +213,56 @@ def quantize_turned(
     FULL: tl.constexpr,
     FLOOR: tl.constexpr,
     UE8M0: tl.constexpr,
+    AGAIN: tl.constexpr = False,
 ) -> None:
     """Quantize the transpose of a tile of 128x128 and store its codes and scales.
 
     Arguments are those of `quantize_quad`, of the matrix that is not transposed, but
     for `codes`, `scales` and their strides. Padding after the last code of a row, up to
-    a multiple of 4, is written.
+    a multiple of 4, is written. AGAIN saves registers where the tile was encoded
+    before: see `low_again`.
     """
-    right = col + tl.arange(0, WIDTH)
-    if BLOCKS:
-        even = _block_scale(quad, FLOOR, UE8M0)
-        odd = even
-        tl.store(scales + col // WIDTH * scale_stride + row // WIDTH, even)
-    else:
-        even, odd = column_amax(quad)
-        even = region_scale(even, FLOOR, UE8M0)
-        odd = region_scale(odd, FLOOR, UE8M0)
-        to = scales + (row // WIDTH).to(tl.int64) * scale_stride + right
-        tl.store(to, tl.interleave(even, odd), mask=right < cols)
-        even, odd = even[None, :], odd[None, :]
-    a, b, c, d = quad
-    word = tl.interleave(
-        encode_words(low(a), low(b), low(c), low(d), even),
-        encode_words(high(a), high(b), high(c), high(d), odd),
+    scale = _column_scales(
+        quad, scales, row, col, cols, scale_stride, BLOCKS, FLOOR, UE8M0
     )
-    four = tl.arange(0, WIDTH // 4)[None, :]
-    words = codes.to(tl.pointer_type(tl.int32), bitcast=True)
-    origin = (col.to(tl.int64) * code_stride + row) // 4
-    down = tl.arange(0, WIDTH)[:, None]
-    at = words + origin + (down * (code_stride // 4) + four)
-    if FULL:
-        tl.store(at, tl.trans(word))
-    else:
-        inside = (col + down < cols) & (row + 4 * four < rows)
-        tl.store(at, tl.trans(word), mask=inside)
+    _store_turned(quad, scale, codes, row, col, rows, cols, code_stride, FULL, AGAIN)
+
+
+@jit
+def quantize_twice(
+    quad: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    codes_t: tl.tensor,
+    scales_t: tl.tensor,
+    row: tl.tensor,
+    col: tl.tensor,
+    rows: tl.tensor,
+    cols: tl.tensor,
+    code_stride: tl.tensor,
+    scale_stride: tl.tensor,
+    code_stride_t: tl.tensor,
+    scale_stride_t: tl.tensor,
+    BLOCKS: tl.constexpr,
+    BLOCKS_T: tl.constexpr,
+    FULL: tl.constexpr,
+    FLOOR: tl.constexpr,
+    UE8M0: tl.constexpr,
+) -> None:
+    """Run `quantize_quad` and `quantize_turned` on a tile of 128x128, all scales first.
+
+    One chain of dependent instructions then fills the gaps of the other one; it takes
+    more registers than one after the other.
+    """
+    scale = _row_scales(
+        quad, scales, row, col, rows, scale_stride, WIDTH // 4, BLOCKS, FLOOR, UE8M0
+    )
+    scale_t = _column_scales(
+        quad, scales_t, row, col, cols, scale_stride_t, BLOCKS_T, FLOOR, UE8M0
+    )
+    _store_codes(
+        quad, scale, codes, row, col, rows, cols, code_stride, WIDTH // 4, FULL
+    )
+    _store_turned(
+        quad, scale_t, codes_t, row, col, rows, cols, code_stride_t, FULL, True
+    )

@@ -54,43 +54,92 @@ def multiply(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    """Return the larger one of each half of two words, as unsigned numbers."""
+def low_again(word: tl.tensor) -> tl.tensor:
+    """As `low`, by another instruction.
+
+    Where a tile is encoded twice, the compiler would keep what `low` returned in
+    registers from the first time to the second, and there is no room for it.
+    """
     if INTERPRETED:
+        return low(word)
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, 0, 0x1044;", "=f,r", [word], tl.float32, True, 1
+    )
+
+
+@jit
+def high_again(word: tl.tensor) -> tl.tensor:
+    """As `high`, by another instruction: see `low_again`."""
+    if INTERPRETED:
+        return high(word)
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, 0, 0x3244;", "=f,r", [word], tl.float32, True, 1
+    )
+
+
+@jit
+def _lows(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """Return words of the first halves of two words."""
+    if INTERPRETED:
+        return (a & 0xFFFF) | (b << 16)
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], tl.int32, True, 1
+    )
+
+
+@jit
+def _highs(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """Return words of the second halves of two words."""
+    if INTERPRETED:
+        return ((a >> 16) & 0xFFFF) | (b & -65536)
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], tl.int32, True, 1
+    )
+
+
+@jit
+def _larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """Return the larger magnitude of each half of two words; NaN wins.
+
+    The signs of the result mean nothing.
+    """
+    if INTERPRETED:
+        # Without their signs, BF16 numbers are ordered as their bits are.
+        a, b = a & 0x7FFF7FFF, b & 0x7FFF7FFF
         return tl.maximum(a & 0xFFFF, b & 0xFFFF) | (tl.maximum(a >> 16, b >> 16) << 16)
     return tl.inline_asm_elementwise(
-        "max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1
+        "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1
     )
 
 
 @jit
 def _largest(word: tl.tensor, axis: tl.constexpr) -> tl.tensor:
     """Return the largest magnitudes of the halves along an axis, in FP32; NaN wins."""
-    # Without their signs, BF16 numbers are ordered as their bits are.
-    bits = word & 0x7FFF7FFF
     if INTERPRETED:
-        first, second = tl.max(bits & 0xFFFF, axis), tl.max(bits >> 16, axis)
+        bits = word & 0x7FFF7FFF
+        first, second = tl.max(bits & 0xFFFF, axis), tl.max(bits >> 16, axis) << 16
     else:
-        top = tl.reduce(bits, axis, _larger)
-        first, second = top & 0xFFFF, top >> 16
+        top = tl.reduce(word, axis, _larger)
+        first, second = top & 0x7FFF, top & 0x7FFF0000
     return (
         (first << 16).to(tl.float32, bitcast=True),
-        (second << 16).to(tl.float32, bitcast=True),
+        second.to(tl.float32, bitcast=True),
     )
 
 
 @jit
-def row_amax(word: tl.tensor) -> tl.tensor:
-    """Return the amax of each row, (rows,), of words (rows, any)."""
-    first, second = _largest(word, 1)
-    return tl.maximum(first, second, propagate_nan=tl.PropagateNan.ALL)
+def row_amaxes(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """Return the amaxes of the rows of two tensors of words, (rows,) each.
+
+    Rows of one and of the other cross from thread to thread in one word.
+    """
+    return _largest(_larger(_lows(a, b), _highs(a, b)), 1)
 
 
 @jit
 def column_amax(quad: tl.tensor) -> tl.tensor:
     """Return the amax of even columns, and of odd ones, each (64,)."""
-    a = _larger(quad[0] & 0x7FFF7FFF, quad[1] & 0x7FFF7FFF)
-    b = _larger(quad[2] & 0x7FFF7FFF, quad[3] & 0x7FFF7FFF)
+    a, b = _larger(quad[0], quad[1]), _larger(quad[2], quad[3])
     return _largest(_larger(a, b), 0)
 
 
