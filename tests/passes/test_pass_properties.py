@@ -204,7 +204,7 @@ def test_every_case_is_what_it_says(case: str, contexts: dict[str, Context]) -> 
 def fused_context(case: str) -> Context:
     if case == "layer":
         return layer_context()
-    model, x = make_gated(bias=case == "bias"), activations(2, 24, 256)
+    model, x = make_gated(), activations(2, 24, 256)
     if case == "inference":
         with torch.no_grad():
             return capture_context(lambda run: run(x), model)
@@ -213,7 +213,7 @@ def fused_context(case: str) -> Context:
     return capture_context(lambda run: backward(run(x)), model)
 
 
-@pytest.fixture(scope="module", params=["layer", "dynamic", "bias", "inference"])
+@pytest.fixture(scope="module", params=["layer", "dynamic", "inference"])
 def fused(request: pytest.FixtureRequest) -> dict[str, Context]:
     start = fused_context(request.param)
     torch._dynamo.reset()
