@@ -100,10 +100,15 @@ def in_order(
             codes.shape, strides, dtype=codes.dtype, device=codes.device
         )
         codes = moved.copy_(codes)
+    return codes, scales_in_order(scales, rows)
+
+
+def scales_in_order(scales: Tensor, rows: int) -> Tensor:
+    """Return scales in their memory order, copied only where they are not."""
     strides = scale_strides((scales.shape[0], scales.shape[1]), rows)
-    if scales.stride() != strides:
-        turned = torch.empty_strided(
-            scales.shape, strides, dtype=scales.dtype, device=scales.device
-        )
-        scales = turned.copy_(scales)
-    return codes, scales
+    if scales.stride() == strides:
+        return scales
+    turned = torch.empty_strided(
+        scales.shape, strides, dtype=scales.dtype, device=scales.device
+    )
+    return turned.copy_(scales)

@@ -50,6 +50,7 @@ from jetrl_compile.kernels.layouts import (
     code_strides,
     empty_quantized,
     in_order,
+    scales_in_order,
 )
 from jetrl_compile.kernels.provider import (
     WGMMA_GROUPS,
@@ -192,9 +193,7 @@ def _readable(codes: Tensor, scales: Tensor, rows: int) -> tuple[Tensor, Tensor]
     """
     row, col = codes.stride()
     if col == 1 and row % CODE_ALIGNMENT == 0 and row >= codes.shape[1]:
-        ordered = codes.new_empty((0, 0))
-        _, scales = in_order(ordered, scales, rows)
-        return codes, scales
+        return codes, scales_in_order(scales, rows)
     return in_order(codes, scales, rows)
 
 

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from jetrl_compile.bench.cuda_graphs import GRAPHS, Captured, capture, marked
-from jetrl_compile.bench.memory import GIB, held_bytes, peak_bytes
+from jetrl_compile.bench.memory import (
+    GIB,
+    driver_allocations,
+    held_bytes,
+    peak_bytes,
+)
 from jetrl_compile.bench.profiling import attention_kernels, write_profile
 from jetrl_compile.bench.results import PEAK, Row, compare
 from jetrl_compile.bench.steps import FORWARD, TRAIN, Shape, Steps
@@ -230,10 +235,18 @@ def _time(
             way.switch_on()
             on.append(way)
 
+        asked = driver_allocations(plan.device)
+        host: dict[str, float] = {}
         try:
             timings = in_turns(
                 works, clock, plan.rounds, sample_ms=plan.sample_ms, before=switch
             )
+            asked = driver_allocations(plan.device) - asked
+            for name, work in works.items():
+                switch(name)
+                clock.synchronize()
+                host[name] = clock.queue_ms(work, 1)
+                clock.synchronize()
         finally:
             while on:
                 on.pop().switch_off()
@@ -245,8 +258,18 @@ def _time(
                     row, timing=timings[runner.spec.name], failed=False, note=""
                 )
                 row = _described(row, runner, step)
+                if plan.device.type == "cuda":
+                    row = _on_gpu(row, host[runner.spec.name], asked)
             rows.append(row)
     return rows
+
+
+def _on_gpu(row: Row, host_ms: float, asked: int) -> Row:
+    """Add what tells whether the GPU waited: for the host, or for memory."""
+    note = row.note
+    if asked:
+        note += f"; the allocator asked the driver {asked} times while ways were timed"
+    return replace(row, values={**row.values, "host ms": host_ms}, note=note)
 
 
 def _work(runner: _Runner, steps: Steps, step: str) -> Callable[[], Tensor]:
