@@ -1,7 +1,9 @@
 """Timing of alternatives in turns, by events on a GPU or by the clock on a CPU."""
 
+import contextlib
+import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
@@ -95,6 +97,22 @@ class Clock:
         return max(1, min(most, round(sample_ms / max(once, 1e-3))))
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python's cyclic garbage collector out of what is timed.
+
+    With the graphs of several compiled ways alive, a pass takes longer than a step.
+    """
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def in_turns(
     works: Mapping[str, Work],
     clock: Clock,
@@ -127,9 +145,11 @@ def in_turns(
             ahead[name] = 1.5 * clock.queue_ms(work, calls[name]) + 0.1
             clock.synchronize()
     times: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(rounds):
-        for name, work in works.items():
-            if before is not None:
-                before(name)
-            times[name].append(clock.sample(work, calls[name], ahead.get(name, 0.0)))
+    with _no_collection():
+        for _ in range(rounds):
+            for name, work in works.items():
+                if before is not None:
+                    before(name)
+                took = clock.sample(work, calls[name], ahead.get(name, 0.0))
+                times[name].append(took)
     return {name: summarize(values) for name, values in times.items()}
