@@ -25,7 +25,14 @@ from jetrl_compile.passes.fused_patterns import (
     match_norm,
     unviewed,
 )
-from jetrl_compile.passes.graph_nodes import emit, emit_item, kept_meta, sort_nodes
+from jetrl_compile.passes.graph_nodes import (
+    emit,
+    emit_item,
+    kept_meta,
+    refresh_values,
+    replace_uses,
+    sort_nodes,
+)
 
 aten = torch.ops.aten
 _KEEPS = (
@@ -55,6 +62,7 @@ def fuse_quantize(context: Context) -> int:
     if worker.count:
         sort_nodes(context.graph)
         context.graph.eliminate_dead_code()
+        refresh_values(context.graph)
         context.changed()
     return worker.count
 
@@ -231,8 +239,8 @@ class _Fuser:
             if norm.added:
                 x = emit_item(self.graph, node, 5, norm.x)
         if norm.added:
-            norm.x.replace_all_uses_with(x)
-        norm.rstd.replace_all_uses_with(rstd)
+            replace_uses(norm.x, x)
+        replace_uses(norm.rstd, rstd)
         self._replace(straight, codes, scales)
         if turned is not None:
             remade = (x, rstd, norm.weight, *turned.args[1:6])

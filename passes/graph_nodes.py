@@ -29,6 +29,16 @@ def copy_graph(graph: Graph) -> Graph:
     return copied
 
 
+# Marks a node in whose place another one was read before: see `refresh_values`.
+STALE = "jetrl_other_strides"
+
+
+def replace_uses(old: Node, new: Node) -> None:
+    """Let all readers of a node read another one, whose strides may be others."""
+    old.replace_all_uses_with(new)
+    new.meta[STALE] = True
+
+
 def kept_meta(node: Any) -> dict[str, Any]:
     """Return the metadata of a node that a new node in its place takes."""
     return {key: node.meta[key] for key in _KEPT_META if key in node.meta}
@@ -97,3 +107,42 @@ def sort_nodes(graph: Graph) -> None:
             if not waiting[user]:
                 heapq.heappush(ready, order[user])
     assert done == len(nodes), "the graph has a cycle"
+
+
+def refresh_values(graph: Graph) -> int:
+    """Give nodes whose inputs changed their strides a true `meta["val"]` again.
+
+    A pass that puts another node in a node's place may change the strides of what
+    reads it. AOTAutograd compares the strides of a saved tensor with those that it was
+    said to have; where they differ it takes those of the first batch, as numbers.
+
+    Args:
+        graph: In the order of execution.
+
+    Returns:
+        How many values were made anew.
+    """
+    changed: set[Node] = set()
+    for node in graph.nodes:
+        stale = node.meta.pop(STALE, False)
+        if stale:
+            changed.add(node)
+        if node.op != "call_function" or changed.isdisjoint(node.all_input_nodes):
+            continue
+        args, kwargs = torch.fx.map_arg(
+            (node.args, node.kwargs), lambda read: read.meta["val"]
+        )
+        value = node.target(*args, **kwargs)
+        if _order(value) != _order(node.meta["val"]):
+            node.meta["val"] = value
+            changed.add(node)
+    return len(changed)
+
+
+def _order(value: Any) -> Any:
+    """The sizes and strides of a value, and of each of several."""
+    if isinstance(value, (tuple, list)):
+        return [_order(item) for item in value]
+    if not isinstance(value, torch.Tensor):
+        return None
+    return [str(n) for n in (*value.shape, *value.stride())]

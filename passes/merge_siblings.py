@@ -21,7 +21,14 @@ from jetrl_compile.kernels import fused_ops, ops
 from jetrl_compile.kernels.dispatch import select
 from jetrl_compile.passes.context import Context, LoweredGemm
 from jetrl_compile.passes.expand_fused import ORIGIN, SUM
-from jetrl_compile.passes.graph_nodes import emit, emit_item, kept_meta, sort_nodes
+from jetrl_compile.passes.graph_nodes import (
+    emit,
+    emit_item,
+    kept_meta,
+    refresh_values,
+    replace_uses,
+    sort_nodes,
+)
 
 aten = torch.ops.aten
 BLOCK = 128
@@ -37,6 +44,7 @@ def merge_siblings(context: Context) -> int:
     if worker.count:
         sort_nodes(context.graph)
         context.graph.eliminate_dead_code()
+        refresh_values(context.graph)
         context.changed()
     return worker.count
 
@@ -160,7 +168,7 @@ class _Merger:
         for node in merged:
             end = at + node.meta["val"].shape[dim]
             args = (whole, dim, at, end)
-            node.replace_all_uses_with(emit(self.graph, aten.slice.Tensor, args, node))
+            replace_uses(node, emit(self.graph, aten.slice.Tensor, args, node))
             at = end
 
     def _fprop(self, merged: list[Node]) -> None:
@@ -185,7 +193,7 @@ class _Merger:
             result = whole
             if view is not None:
                 result = emit(self.graph, aten.view.default, (whole, view), top)
-        top.replace_all_uses_with(result)
+        replace_uses(top, result)
 
     def _steps(
         self, gemms: list[Node], order: Any, adds: dict[str, Any]
