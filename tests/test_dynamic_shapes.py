@@ -4,12 +4,14 @@ import pytest
 import torch
 from tiny_models import (
     IGNORE_SCRIPT_METHOD,
+    Mlp,
     activations,
     backward,
     compiled,
     loss_of,
     make_mlp,
     make_model,
+    sqnr,
     tokens,
 )
 from torch import Tensor, nn
@@ -41,6 +43,23 @@ def test_lengths_share_one_graph(lowering: str) -> None:
     assert reports[0].lowered == {"fprop": 3, "dgrad": 3, "wgrad": 3}
     static = compiled(make_mlp(), dynamic=False, lowering=lowering)
     assert torch.equal(static(x), run(x))
+
+
+def test_merged_layers_share_one_graph() -> None:
+    # gate and up are halves of one result: saved for backward with its strides.
+    torch.manual_seed(0)
+    model = Mlp(256, 384).to(torch.bfloat16)
+    run = compiled(model, dynamic=True, lowering="inductor", fuse=True)
+    apart = compiled(model, dynamic=True)
+    with collect_reports() as reports:
+        for batch, length in ((2, 129), (3, 70), (2, 300), (5, 64)):
+            x, other = (activations(batch, length, 256) for _ in range(2))
+            backward(run(x))
+            backward(apart(other))
+            assert x.grad is not None
+            assert other.grad is not None
+            assert sqnr(other.grad, x.grad) >= 20
+    assert [report.changes["merge_siblings"] for report in reports] == [6, 0]
 
 
 def test_marked_dimension_is_enough() -> None:
