@@ -82,6 +82,7 @@ def test_a_summary_is_of_medians() -> None:
     found = summarize([4.0, 1.0, 2.0, 3.0, 100.0])
     assert (found.median, found.low, found.high, found.samples) == (3, 1, 100, 5)
     assert summarize([2.0]) == Timing(2, 2, 2, 0, 1)
+    assert found.divided(2) == Timing(1.5, 0.5, 50.0, found.spread, 5)
 
 
 def test_ratios_and_memory_against_baselines() -> None:

@@ -4,7 +4,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median, quantiles
 from typing import Any
 
@@ -32,6 +32,12 @@ class Timing:
     high: float
     spread: float
     samples: int
+
+    def divided(self, by: int) -> "Timing":
+        """Return the times of one of some equal parts."""
+        return replace(
+            self, median=self.median / by, low=self.low / by, high=self.high / by
+        )
 
 
 def summarize(times: Sequence[float]) -> Timing:
