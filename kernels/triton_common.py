@@ -13,8 +13,6 @@ same bits in another way.
 
 import importlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +20,7 @@ import torch
 from torch import Tensor
 
 from jetrl_compile.formats import AMAX_FLOOR
+from jetrl_compile.kernels.triton_device import capability
 
 _MISSING: str | None = None
 triton: Any
@@ -354,7 +353,7 @@ def cannot_run(tensors: list[Tensor], amax_floor: float = AMAX_FLOOR) -> str | N
     device = tensors[0].device
     if any(tensor.device != device for tensor in tensors):
         return "the tensors are on different devices"
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 9):
+    if torch.version.hip is None and capability(device) < (8, 9):
         return "the GPU has no E4M3: compute capability below 8.9"
     return None
 
@@ -367,22 +366,9 @@ def no_words(tensor: Tensor) -> str | None:
     """
     if not tensor.is_cuda or torch.version.hip is not None:
         return None
-    if torch.cuda.get_device_capability(tensor.device) >= (9, 0):
+    if capability(tensor.device) >= (9, 0):
         return None
     return "the GPU compares no words of two BF16 numbers: capability below 9.0"
-
-
-def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Return the context in which a kernel that reads a tensor is launched."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors a GPU has; 1 for a CPU."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def rows_of(x: Tensor) -> Tensor:

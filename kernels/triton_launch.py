@@ -10,6 +10,7 @@ from torch import Tensor
 from jetrl_compile.granularity import Granularity
 from jetrl_compile.kernels.layouts import E4M3, empty_quantized
 from jetrl_compile.kernels.triton_common import cannot_run, jit, rows_of
+from jetrl_compile.kernels.triton_device import capability
 
 TILE = 128  # columns of a tile, and rows of one that is transposed or has blocks
 # Arguments of kernels that change with the number of tokens and help no vectorization:
@@ -80,9 +81,9 @@ def words_cannot_run(tensors: list[Tensor], amax_floor: float) -> str | None:
         return f"C = {cols} is odd: two columns are read together"
     reason = cannot_run(tensors, amax_floor)
     if reason is None and tensors[0].is_cuda and torch.version.hip is None:
-        capability = torch.cuda.get_device_capability(tensors[0].device)
-        if capability < (9, 0):
-            return f"products of BF16 words need compute capability 9.0: {capability}"
+        found = capability(tensors[0].device)
+        if found < (9, 0):
+            return f"products of BF16 words need compute capability 9.0: {found}"
     return reason
 
 

@@ -12,7 +12,11 @@ has so many: `scale_rows_quantize` makes it in a second launch, from `rstd`.
 import torch
 from torch import Tensor
 
-from jetrl_compile.kernels.triton_common import cannot_run, on_device, rows_of
+from jetrl_compile.kernels.triton_common import (
+    cannot_run,
+    rows_of,
+)
+from jetrl_compile.kernels.triton_device import on_device
 from jetrl_compile.kernels.triton_launch import (
     TILE,
     Launch,

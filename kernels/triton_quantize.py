@@ -20,10 +20,9 @@ from jetrl_compile.granularity import BLOCK_128X128, GROUP_1X128, Granularity
 from jetrl_compile.kernels.layouts import empty_quantized
 from jetrl_compile.kernels.triton_common import (
     cannot_run,
-    multiprocessors,
     no_words,
-    on_device,
 )
+from jetrl_compile.kernels.triton_device import multiprocessors, on_device
 from jetrl_compile.kernels.triton_quantize_kernels import (
     BLOCKS,
     GROUPS,

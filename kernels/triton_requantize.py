@@ -20,12 +20,11 @@ from jetrl_compile.kernels.triton_common import (
     decode,
     encode_words_fp32,
     jit,
-    multiprocessors,
-    on_device,
     prefetch,
     region_scale,
     tl,
 )
+from jetrl_compile.kernels.triton_device import multiprocessors, on_device
 from jetrl_compile.kernels.triton_quantize import REGIONS, SIDE
 from jetrl_compile.kernels.triton_quantize_kernels import ANY_VALUE
 

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from jetrl_compile.kernels.layouts import E4M3
-from jetrl_compile.kernels.triton_common import on_device, rows_of
+from jetrl_compile.kernels.triton_common import (
+    rows_of,
+)
+from jetrl_compile.kernels.triton_device import on_device
 from jetrl_compile.kernels.triton_launch import (
     TILE,
     Launch,
