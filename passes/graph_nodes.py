@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from jetrl_compile.errors import LoweringError, one_line
+
 # Metadata that a new node takes from the node that it is inserted for.
 _KEPT_META = (
     "nn_module_stack",
@@ -121,6 +123,9 @@ def refresh_values(graph: Graph) -> int:
 
     Returns:
         How many values were made anew.
+
+    Raises:
+        LoweringError: A node cannot read what is now in its input's place.
     """
     changed: set[Node] = set()
     for node in graph.nodes:
@@ -132,7 +137,13 @@ def refresh_values(graph: Graph) -> int:
         args, kwargs = torch.fx.map_arg(
             (node.args, node.kwargs), lambda read: read.meta["val"]
         )
-        value = node.target(*args, **kwargs)
+        try:
+            value = node.target(*args, **kwargs)
+        except RuntimeError as error:
+            raise LoweringError(
+                f"{node.format_node()} does not fit what it reads after a pass "
+                f"({one_line(error)}); this is a fault of the compiler, please report it"
+            ) from error
         if _order(value) != _order(node.meta["val"]):
             node.meta["val"] = value
             changed.add(node)
