@@ -142,7 +142,8 @@ def refresh_values(graph: Graph) -> int:
         except RuntimeError as error:
             raise LoweringError(
                 f"{node.format_node()} does not fit what it reads after a pass "
-                f"({one_line(error)}); this is a fault of the compiler, please report it"
+                f"({one_line(error)}); this is a fault of the compiler, please report "
+                "it"
             ) from error
         if _order(value) != _order(node.meta["val"]):
             node.meta["val"] = value
