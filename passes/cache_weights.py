@@ -12,7 +12,7 @@ from torch.fx import Node
 from jetrl_compile.kernels import fused_ops, ops, weight_ops
 from jetrl_compile.passes.context import Context
 from jetrl_compile.passes.expand_fused import ORIGIN, SUM
-from jetrl_compile.passes.graph_nodes import emit
+from jetrl_compile.passes.graph_nodes import emit, maker_of
 
 
 def cache_weights(context: Context) -> int:
@@ -45,13 +45,13 @@ def cache_weights(context: Context) -> int:
 
 def _weights(codes: Any) -> tuple[list[Node], bool, Any, Any] | None:
     """The stored weights that codes are made of, and how."""
-    made = codes.args[0] if isinstance(codes, Node) and codes.args else None
-    if not isinstance(made, Node):
+    made = maker_of(codes, ops.quantize, fused_ops.quantize_parts)
+    if made is None:
         return None
     if made.target is ops.quantize:
         weights: Any = [made.args[0]]
         _, _, transpose, scale_format, floor = made.args[1:6]
-    elif made.target is fused_ops.quantize_parts and made.args[1] == 0:
+    elif made.args[1] == 0:
         weights = list(made.args[0])  # type: ignore[arg-type]
         _, _, transpose, scale_format, floor = made.args[2:7]
     else:

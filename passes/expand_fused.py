@@ -294,7 +294,7 @@ def expand_fused(graph: Graph) -> Graph:
         operator.getitem,
         aten.slice.Tensor,
     }
-    fused = Expander(graph).rules.keys() - plain
-    if not any(node.target in fused for node in graph.nodes):
-        return graph
-    return Expander(graph).run()
+    expander = Expander(graph)
+    fused = expander.rules.keys() - plain
+    found = any(node.target in fused for node in graph.nodes)
+    return expander.run() if found else graph

@@ -29,6 +29,7 @@ from jetrl_compile.passes.graph_nodes import (
     emit,
     emit_item,
     kept_meta,
+    maker_of,
     refresh_values,
     replace_uses,
     sort_nodes,
@@ -68,12 +69,7 @@ def fuse_quantize(context: Context) -> int:
 
 
 def _made(codes: Any) -> Node | None:
-    """The quantize, or quantize_parts, that makes codes."""
-    made = codes.args[0] if isinstance(codes, Node) and codes.args else None
-    targets = (ops.quantize, fused_ops.quantize_parts)
-    if isinstance(made, Node) and made.target in targets and codes.args[1] == 0:
-        return made
-    return None
+    return maker_of(codes, ops.quantize, fused_ops.quantize_parts)
 
 
 def _is_backward(node: Node) -> bool:
@@ -208,6 +204,10 @@ class _Fuser:
         rows, cols, _, scale_format, floor = straight.args[offset : offset + 5]
         rows_t, cols_t, _, format_t, floor_t = turned.args[offset : offset + 5]
         if (scale_format, floor) != (format_t, floor_t):
+            self.context.notes.append(
+                f"{self._name(straight)}: quantized from two reads: for wgrad it has "
+                "another scale format or floor"
+            )
             return
         args = (parts, dim, rows, cols, rows_t, cols_t, scale_format, floor)
         with self.graph.inserting_before(straight):
@@ -251,8 +251,13 @@ class _Fuser:
         rows, cols, scale_format, floor = _flow(straight)
         region, backward = NOT_MADE, None
         if turned is not None:
-            backward = self._gated_backward(gated)
-            if backward is None:
+            backward = self._gated_backward(gated, turned)
+            if _flow(turned)[2:] != _flow(straight)[2:]:
+                self.context.notes.append(
+                    f"{name}: x for wgrad is quantized apart: it has another scale "
+                    "format or floor"
+                )
+            elif backward is None:
                 region = (turned.args[1], turned.args[2])  # type: ignore[assignment]
         trains = any(gemm.role != "fprop" for gemm in self.context.lowered.values())
         if trains and backward is None and self.context.saved_gate_up != "bf16":
@@ -269,13 +274,16 @@ class _Fuser:
             }
             items = self._items(node, (0, 1, 2, 3), straight)
         self._replace(straight, *items[:2])
-        if turned is not None and backward is None:
+        if turned is not None and region != NOT_MADE:
             self._replace(turned, *items[2:])
         elif turned is not None and backward is not None:
             self._gate_backward(name, gated, turned, *backward)
 
-    def _gated_backward(self, gated: Gated) -> tuple[Node, Node, Node] | None:
-        """The two quantize operators of [dgate, dup], and dy, if they are merged."""
+    def _gated_backward(self, gated: Gated, x: Node) -> tuple[Node, Node, Node] | None:
+        """The two quantize operators of [dgate, dup], and dy, if one kernel makes all.
+
+        They are merged, and have one scale format and floor, which `x` has too.
+        """
         for dup in gated.silu.users:
             for view in (dup, *dup.users):
                 for user in view.users:
@@ -286,7 +294,8 @@ class _Fuser:
                         continue
                     dy = match_gated_backward(unviewed(parts[0]), dup, gated)
                     pair = self._pair(user)
-                    if dy is not None and pair is not None:
+                    formats = {node.args[5:7] for node in pair or ()}
+                    if dy is not None and pair and formats == {x.args[4:6]}:
                         return (*pair, dy)
         return None
 
@@ -307,9 +316,6 @@ class _Fuser:
         self, name: str, gated: Gated, x: Node, straight: Node, turned: Node, dy: Node
     ) -> None:
         flows = [straight.args[2:4], turned.args[2:4], x.args[1:3]]
-        formats = {straight.args[5:7], turned.args[5:7], x.args[4:6]}
-        if len(formats) > 1:
-            return
         gate, up, kept = gated.gate, gated.up, self._keep(name, gated, straight)
         args = (dy, *kept, *[n for f in flows for n in f], *straight.args[5:7])
         parts: Any = straight.args[0]

@@ -32,11 +32,11 @@ def copy_graph(graph: Graph) -> Graph:
 
 
 # Marks a node in whose place another one was read before: see `refresh_values`.
-STALE = "jetrl_other_strides"
+STALE = "jetrl_replaced"
 
 
 def replace_uses(old: Node, new: Node) -> None:
-    """Let all readers of a node read another one, whose strides may be others."""
+    """Let all readers of a node read one of another dtype, perhaps, or strides."""
     old.replace_all_uses_with(new)
     new.meta[STALE] = True
 
@@ -89,6 +89,14 @@ def emit_item(graph: Graph, node: Node, slot: int, anchor: Any) -> Node:
     return emit(graph, operator.getitem, (node, slot), anchor)
 
 
+def maker_of(codes: Any, *targets: Any) -> Node | None:
+    """Return the call of one of some operators that makes codes, its first result."""
+    made = codes.args[0] if isinstance(codes, Node) and codes.args else None
+    if isinstance(made, Node) and made.target in targets and codes.args[1] == 0:
+        return made
+    return None
+
+
 def sort_nodes(graph: Graph) -> None:
     """Put each node behind what it reads, otherwise in the order that they have."""
     order = {node: index for index, node in enumerate(graph.nodes)}
@@ -112,11 +120,12 @@ def sort_nodes(graph: Graph) -> None:
 
 
 def refresh_values(graph: Graph) -> int:
-    """Give nodes whose inputs changed their strides a true `meta["val"]` again.
+    """Give nodes whose inputs changed a true `meta["val"]` again.
 
-    A pass that puts another node in a node's place may change the strides of what
-    reads it. AOTAutograd compares the strides of a saved tensor with those that it was
-    said to have; where they differ it takes those of the first batch, as numbers.
+    A pass that puts another node in a node's place may change the dtype or the strides
+    of what reads it. AOTAutograd compares the strides of a saved tensor with those that
+    it was said to have; where they differ it takes those of the first batch, as
+    numbers.
 
     Args:
         graph: In the order of execution.
@@ -152,9 +161,9 @@ def refresh_values(graph: Graph) -> int:
 
 
 def _order(value: Any) -> Any:
-    """The sizes and strides of a value, and of each of several."""
+    """The dtype, sizes and strides of a value, and of each of several."""
     if isinstance(value, (tuple, list)):
         return [_order(item) for item in value]
     if not isinstance(value, torch.Tensor):
         return None
-    return [str(n) for n in (*value.shape, *value.stride())]
+    return [str(n) for n in (value.dtype, *value.shape, *value.stride())]

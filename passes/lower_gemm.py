@@ -13,7 +13,7 @@ from jetrl_compile.formats import short_name
 from jetrl_compile.gemm_sites import GemmSite
 from jetrl_compile.kernels.dispatch import GemmShape, select
 from jetrl_compile.passes.context import Context, LoweredGemm
-from jetrl_compile.passes.graph_nodes import emit
+from jetrl_compile.passes.graph_nodes import emit, refresh_values, replace_uses
 
 aten = torch.ops.aten
 # What the rows of a, the rows of b and the contraction are.
@@ -41,6 +41,7 @@ def lower_gemm(context: Context) -> int:
             done.add(node)
     if done:
         context.graph.eliminate_dead_code()
+        refresh_values(context.graph)
         context.changed()
     _check_all(context)
     return len(done)
@@ -97,10 +98,8 @@ def _lower(
         if result.meta["val"].dtype != wanted and site.role != "wgrad":
             cast = torch.ops.prims.convert_element_type.default
             result = emit(graph, cast, (result, wanted), node)
-    node.replace_all_uses_with(result)
+    replace_uses(node, result)
     graph.erase_node(node)
-    if out != wanted and site.role == "wgrad":
-        _retype(result)
 
 
 def _static(node: Node, dim: int) -> int | None:
@@ -123,15 +122,6 @@ def _only_cast_to_fp32(node: Node) -> bool:
             else:
                 return False
     return cast
-
-
-def _retype(node: Node) -> None:
-    """Give transposes of a result their true `meta["val"]`."""
-    for user in list(node.users):
-        values = torch.fx.map_arg(user.args, lambda read: read.meta["val"])
-        if user.target in _SEEN_THROUGH:
-            user.meta["val"] = user.target(*values)
-            _retype(user)
 
 
 def _check_all(context: Context) -> None:

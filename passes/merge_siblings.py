@@ -25,6 +25,7 @@ from jetrl_compile.passes.graph_nodes import (
     emit,
     emit_item,
     kept_meta,
+    maker_of,
     refresh_values,
     replace_uses,
     sort_nodes,
@@ -49,12 +50,8 @@ def merge_siblings(context: Context) -> int:
     return worker.count
 
 
-def quantize_of(codes: Any) -> Node | None:
-    """Return the `jetrl.quantize` that makes codes, or None."""
-    made = codes.args[0] if isinstance(codes, Node) and codes.args else None
-    if isinstance(made, Node) and made.target is ops.quantize and codes.args[1] == 0:
-        return made
-    return None
+def _quantize_of(codes: Any) -> Node | None:
+    return maker_of(codes, ops.quantize)
 
 
 class _Merger:
@@ -85,7 +82,7 @@ class _Merger:
                 self.context.notes.append(f"{names}: GEMMs not merged: {why}")
 
     def _unfit(self, fprop: list[Node]) -> str | None:
-        made = [quantize_of(node.args[2]) for node in fprop]
+        made = [_quantize_of(node.args[2]) for node in fprop]
         if any(q is None for q in made):
             return "their weights are stored in FP8"
         weights = [q.args[0] for q in made if q is not None]
@@ -123,12 +120,12 @@ class _Merger:
         keys = set()
         for node in gemms:
             assert node is not None
-            made = quantize_of(node.args[0])
+            made = _quantize_of(node.args[0])
             if made is None:
                 return False
             wgrad = self.context.lowered[node].role == "wgrad"
             shared = node.args[2] if wgrad else None
-            other = quantize_of(node.args[2])
+            other = _quantize_of(node.args[2])
             if not wgrad and other is None:
                 return False
             flow = None if wgrad or other is None else other.args[1:6]
@@ -174,7 +171,7 @@ class _Merger:
     def _fprop(self, merged: list[Node]) -> None:
         first = merged[0]
         with self.graph.inserting_before(first):
-            weights = [quantize_of(node.args[2]) for node in merged]
+            weights = [_quantize_of(node.args[2]) for node in merged]
             b = self._quantize(weights, 0, None, first)
             whole = self._gemm(merged, (first.args[0], first.args[1]), b)
             self._cut(whole, merged, 1)
@@ -182,9 +179,9 @@ class _Merger:
     def _dgrad(self, merged: list[Node], top: Node, order: Any, view: Any) -> None:
         first = merged[0]
         with self.graph.inserting_before(top):
-            dys = [quantize_of(node.args[0]) for node in merged]
+            dys = [_quantize_of(node.args[0]) for node in merged]
             a = self._quantize(dys, 1, None, first)
-            weights = [quantize_of(node.args[2]) for node in merged]
+            weights = [_quantize_of(node.args[2]) for node in merged]
             b = self._quantize(weights, 0, a[0], first)
             whole = self._gemm(merged, a, b)
             adds: dict[str, Any] = {}
@@ -226,7 +223,7 @@ class _Merger:
     def _wgrad(self, merged: list[Node]) -> None:
         first = merged[0]
         with self.graph.inserting_before(first):
-            dys = [quantize_of(node.args[0]) for node in merged]
+            dys = [_quantize_of(node.args[0]) for node in merged]
             a = self._quantize(dys, 1, None, first)
             whole = self._gemm(merged, a, (first.args[2], first.args[3]))
             self._cut(whole, merged, 0)

@@ -99,7 +99,7 @@ def run_layer(name: str = "qwen3", **options: Any) -> None:
     backward(run(compiled(layer, **options)))
 
 
-def layer_context(name: str = "qwen3", recipe: str = "jetrl", **sizes: Any) -> Context:
+def layer_context(name: str = "qwen3", recipe: Any = "jetrl", **sizes: Any) -> Context:
     """The joint graph of a decoder layer, before the first pass."""
     layer, run = layer_of(name, **sizes)
     return capture_context(lambda call: backward(run(call)), layer, recipe)

@@ -1,5 +1,6 @@
 """Norms and SiLU * mul quantize what they make; the bits of forward stay."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,8 +34,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from jetrl_compile.containment import check_containment
+from jetrl_compile.formats import blocks, groups
 from jetrl_compile.kernels import fused_ops, ops
 from jetrl_compile.pipeline import CompileReport
+from jetrl_compile.recipe import get_recipe
 from jetrl_compile.report_sink import collect_reports
 
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), IGNORE_LRU_CACHE]
@@ -250,3 +253,23 @@ def test_norm_of_a_sum_keeps_the_sum() -> None:
     readers = {user.target for user in total.users}
     assert torch.ops.aten.add.Tensor in readers, "the residual behind the MLP"
     assert fused_ops.scale_rows_quantize in readers
+
+
+@pytest.mark.parametrize("inner", [320, 512])  # gate and up apart, and merged
+@pytest.mark.parametrize("operands", ["x", "dy", "x and dy"])
+def test_other_scale_format_for_wgrad(operands: str, inner: int) -> None:
+    base = get_recipe("jetrl")
+    assert base.flows is not None
+    changes = {"x": blocks("M", "ue8m0"), "dy": groups("M", "ue8m0")}
+    parts = operands.split(" and ")
+    changed: dict[str, Any] = {f"wgrad_{key}": changes[key] for key in parts}
+    recipe = replace(base, name="mixed", flows=replace(base.flows, **changed))
+    context = layer_context("qwen3", recipe, intermediate_size=inner)
+    plain, fused = lowered(context), lowered(context, **FUSED)
+    assert plain.final is not None
+    assert fused.final is not None
+    assert set(flows(fused.final)) == set(flows(plain.final))
+    assert formulas(fused.final) == formulas(plain.final)
+    apart = [n for n in fused.notes if "another scale format or floor" in n]
+    assert apart
+    assert all(n.startswith(("mlp.", "self_attn.")) for n in apart)
