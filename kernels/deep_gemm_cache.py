@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from jetrl_compile.errors import ProviderError
+from jetrl_compile.kernels.launch_plans import forget_plans
 
 CACHE_VARIABLE = "DG_JIT_CACHE_DIR"
 LIST = "jetrl_token_counts.json"
@@ -55,3 +56,4 @@ def add_token_counts(counts: Iterable[int]) -> None:
     except OSError as error:
         raise ProviderError(f"{path} cannot be written: {error}") from error
     token_counts.cache_clear()
+    forget_plans()  # which say what is compiled in

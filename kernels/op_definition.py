@@ -13,6 +13,7 @@ from torch import Tensor
 from jetrl_compile.errors import PrecisionFlowError
 from jetrl_compile.formats import E4M3_MAX, SCALE_FORMATS, short_name
 from jetrl_compile.granularity import Granularity
+from jetrl_compile.kernels.launch_plans import planned
 
 NAMESPACE = "jetrl"
 E4M3 = torch.float8_e4m3fn
@@ -26,7 +27,10 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 
 def define(
-    schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    repeats: bool = True,
 ) -> torch._ops.OpOverload:
     """Register an operator.
 
@@ -34,8 +38,12 @@ def define(
         schema: "name(arguments) -> results".
         kernel: What runs it, on any device.
         fake: What makes its results when a graph is traced.
+        repeats: Whether a call of a kind does what the last one did, so that
+            `launch_plans` may repeat it.
     """
     name = schema.partition("(")[0]
+    if repeats:
+        kernel = planned(name)(kernel)
     _LIBRARY.define(schema, tags=_TAGS)
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     _torch_library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)

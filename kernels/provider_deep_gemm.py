@@ -44,6 +44,7 @@ from torch import Tensor
 
 from jetrl_compile.errors import ProviderError
 from jetrl_compile.kernels.deep_gemm_cache import token_counts
+from jetrl_compile.kernels.launch_recorder import call_library
 from jetrl_compile.kernels.layouts import (
     CODE_ALIGNMENT,
     align,
@@ -198,6 +199,19 @@ def _readable(codes: Tensor, scales: Tensor, rows: int) -> tuple[Tensor, Tensor]
 
 
 def _call(
+    a: Tensor,
+    a_scales: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    out: Tensor,
+    c: Tensor | None,
+    recipe: tuple[int, int, int],
+    dims: str,
+) -> None:
+    call_library(_fp8_gemm_nt, (a, a_scales, b, b_scales, out, c), recipe, dims)
+
+
+def _fp8_gemm_nt(
     a: Tensor,
     a_scales: Tensor,
     b: Tensor,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jetrl_compile.kernels.launch_recorder import launch_kernel
 from jetrl_compile.kernels.triton_common import interpreted, jit, tl, triton
 
 GROUP = 128
@@ -115,7 +116,7 @@ def gemm(
     out = torch.empty((m, n), dtype=out_dtype, device=a.device)
     block_m, block_n, options = _tile(m, n)
     grid = (triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)
-    _gemm_kernel[grid](
+    launch_kernel(_gemm_kernel, grid)(
         a,
         a_scales,
         b,

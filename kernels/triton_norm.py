@@ -12,6 +12,7 @@ has so many: `scale_rows_quantize` makes it in a second launch, from `rstd`.
 import torch
 from torch import Tensor
 
+from jetrl_compile.kernels.launch_recorder import launch_kernel
 from jetrl_compile.kernels.triton_common import (
     cannot_run,
     rows_of,
@@ -107,7 +108,7 @@ def rms_norm_quantize(
     if r and c:
         first, last = split_groups(-(-c // TILE))
         with on_device(x):
-            norm_kernel[(r,)](
+            launch_kernel(norm_kernel, (r,))(
                 x,
                 added,
                 _aligned(weight),
@@ -221,7 +222,7 @@ def scale_rows_quantize(
     launch = BLOCKS if transpose or rows != 1 else STRAIGHT
     if r and c:
         with on_device(x):
-            scale_kernel[(launch.tiles(r, c),)](
+            launch_kernel(scale_kernel, (launch.tiles(r, c),))(
                 x,
                 factors,
                 weight,

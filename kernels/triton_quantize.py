@@ -17,6 +17,7 @@ from torch import Tensor
 from jetrl_compile.errors import ProviderError
 from jetrl_compile.formats import AMAX_FLOOR, short_name
 from jetrl_compile.granularity import BLOCK_128X128, GROUP_1X128, Granularity
+from jetrl_compile.kernels.launch_recorder import launch_kernel
 from jetrl_compile.kernels.layouts import empty_quantized
 from jetrl_compile.kernels.triton_common import (
     cannot_run,
@@ -230,7 +231,7 @@ def _launch_rows(
     rows, cols = x.shape
     # A warp has two rows at a time. Few rows (decoding): more programs.
     height, warps = (32, 4) if rows > 16 else (4, 1)
-    rows_kernel[(-(-cols // SIDE) * -(-rows // height),)](
+    launch_kernel(rows_kernel, (-(-cols // SIDE) * -(-rows // height),))(
         x,
         x.stride(0),
         codes,
@@ -268,7 +269,7 @@ def _launch_tiles(
     )
     seams = [sum(part.shape[dim] for part in parts[:count]) for count in (1, 2)]
     given = [*parts, *parts[-1:] * (MOST_PARTS - len(parts))]
-    tile_kernel[(-(-rows // SIDE) * -(-cols // SIDE),)](
+    launch_kernel(tile_kernel, (-(-rows // SIDE) * -(-cols // SIDE),))(
         *given,
         *(part.stride(0) for part in given),
         *seams,

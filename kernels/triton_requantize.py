@@ -13,6 +13,7 @@ from torch import Tensor
 from jetrl_compile.errors import ProviderError
 from jetrl_compile.formats import AMAX_FLOOR, short_name
 from jetrl_compile.granularity import Granularity
+from jetrl_compile.kernels.launch_recorder import launch_kernel
 from jetrl_compile.kernels.layouts import E4M3, empty_quantized
 from jetrl_compile.kernels.triton_common import (
     absmax,
@@ -200,7 +201,7 @@ def requantize(
     # Small programs do not wait for each other; a block needs its whole width.
     wide, together = (SIDE, 3) if blocks else (SIDE // 2, 6)
     with on_device(codes):
-        _requantize_kernel[(-(-r // SIDE) * -(-c // wide),)](
+        launch_kernel(_requantize_kernel, (-(-r // SIDE) * -(-c // wide),))(
             codes,
             codes.stride(0),
             scales,

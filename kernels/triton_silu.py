@@ -9,6 +9,7 @@ matrix, bit for bit. Bits of a row do not depend on the number of rows.
 import torch
 from torch import Tensor
 
+from jetrl_compile.kernels.launch_recorder import launch_kernel
 from jetrl_compile.kernels.layouts import E4M3
 from jetrl_compile.kernels.triton_common import (
     rows_of,
@@ -102,7 +103,7 @@ def silu_mul_quantize(
     launch = TWICE if turned or rows != 1 else STRAIGHT
     if r and c:
         with on_device(gate):
-            forward_kernel[(launch.tiles(r, c),)](
+            launch_kernel(forward_kernel, (launch.tiles(r, c),))(
                 gate,
                 up,
                 codes,
@@ -228,7 +229,7 @@ def silu_mul_backward_quantize(
     if r and c:
         with on_device(dy):
             programs, stages = _pipelined(dy, BACKWARD.tiles(r, c))
-            backward_kernel[(programs,)](
+            launch_kernel(backward_kernel, (programs,))(
                 dy,
                 gate,
                 up,

@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from jetrl_compile.errors import PrecisionFlowError
 from jetrl_compile.kernels import quantizers
 from jetrl_compile.kernels.dispatch import get_provider
+from jetrl_compile.kernels.launch_plans import planned
 from jetrl_compile.kernels.op_definition import (
     check_codes,
     check_out_dtype,
@@ -160,6 +161,12 @@ def _check(
     return cols
 
 
+@planned("gemm_weights")
+def _gemm(provider: str, *args: Any) -> Tensor:
+    out: Tensor = get_provider(provider).gemm(*args)
+    return out
+
+
 def _gemm_weights(
     a: Tensor,
     a_scales: Tensor,
@@ -181,7 +188,8 @@ def _gemm_weights(
     b, b_scales = kept_codes(
         weights, transpose, b_rows, b_cols, scale_format, amax_floor
     )
-    return get_provider(provider).gemm(a, a_scales, b, b_scales, *numbers, out_dtype)
+    out: Tensor = _gemm(provider, a, a_scales, b, b_scales, *numbers, out_dtype)
+    return out
 
 
 def _fake_gemm_weights(
@@ -212,4 +220,5 @@ gemm_weights = define(
     "float amax_floor, ScalarType out_dtype, str provider) -> Tensor",
     _gemm_weights,
     _fake_gemm_weights,
+    repeats=False,  # it keeps codes
 )

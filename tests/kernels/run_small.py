@@ -1,4 +1,4 @@
-"""Run every GPU kernel once on small shapes with tails, for compute-sanitizer.
+"""Run every GPU kernel twice on small shapes with tails, for compute-sanitizer.
 
     compute-sanitizer --tool memcheck python tests/kernels/run_small.py
 
@@ -91,11 +91,12 @@ def main() -> int:
     providers = [s.provider.name for s in provider_statuses() if s.reason is None]
     providers.remove("reference")
     good = True
-    for r in ROWS:
-        for c in COLS:
-            good &= quantizers_on(r, c)
-            fused_on(r, c)
-            gemms_on(r, c, providers)
+    for _ in range(2):  # the second time as the first was recorded
+        for r in ROWS:
+            for c in COLS:
+                good &= quantizers_on(r, c)
+                fused_on(r, c)
+                gemms_on(r, c, providers)
     torch.cuda.synchronize()
     print(f"ran on {torch.cuda.get_device_name()}: providers {', '.join(providers)}")
     for (operator, reason), count in quantizers.fallbacks().items():
