@@ -8,7 +8,7 @@ they are listed in this folder.
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from jetrl_compile.kernels.launch_plans import forget_plans
 
 CACHE_VARIABLE = "DG_JIT_CACHE_DIR"
 LIST = "jetrl_token_counts.json"
+WARMED = "jetrl_warmed_up.json"
 
 
 def cache_dir() -> Path:
@@ -44,16 +45,58 @@ def add_token_counts(counts: Iterable[int]) -> None:
     Raises:
         ProviderError: The folder cannot be written.
     """
-    path = cache_dir() / LIST
     wanted = token_counts() | frozenset(counts)
     if wanted == token_counts():
         return
+    _write(cache_dir() / LIST, sorted(wanted))
+    token_counts.cache_clear()
+    forget_plans()  # which say what is compiled in
+
+
+def kernels() -> set[str]:
+    """Return the names of the kernels in the folder."""
+    folder = cache_dir() / "cache"
+    return set(os.listdir(folder)) if folder.is_dir() else set()
+
+
+def warmed_up(identity: Sequence[object]) -> frozenset[str]:
+    """Return the calls that were run before; none where kernels are gone since.
+
+    Args:
+        identity: What the kernels depend on beside the call: versions, paths.
+    """
+    try:
+        kept = json.loads((cache_dir() / WARMED).read_text())
+        same = kept["identity"] == list(map(str, identity))
+        if same and kept["kernels"] <= len(kernels()):
+            return frozenset(map(str, kept["calls"]))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError, KeyError):
+        return frozenset()  # it is written anew after the next warm-up
+    return frozenset()
+
+
+def add_warmed_up(identity: Sequence[object], calls: Iterable[str]) -> None:
+    """Note that calls were run, so that another warm-up needs not to.
+
+    Raises:
+        ProviderError: The folder cannot be written.
+    """
+    names = sorted(warmed_up(identity) | frozenset(calls))
+    kept = {
+        "identity": list(map(str, identity)),
+        "kernels": len(kernels()),
+        "calls": names,
+    }
+    _write(cache_dir() / WARMED, kept)
+
+
+def _write(path: Path, content: object) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(sorted(wanted)))
+        part.write_text(json.dumps(content))
         part.replace(path)
     except OSError as error:
         raise ProviderError(f"{path} cannot be written: {error}") from error
-    token_counts.cache_clear()
-    forget_plans()  # which say what is compiled in

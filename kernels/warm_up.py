@@ -9,6 +9,7 @@ folder, the variable `DG_JIT_CACHE_DIR`, else ~/.deep_gemm, for later processes 
 same DeepGEMM, at the same path, and the same nvcc.
 """
 
+import importlib.util
 import os
 import sys
 import time
@@ -24,13 +25,16 @@ from jetrl_compile.errors import ProviderError, one_line
 from jetrl_compile.kernels.deep_gemm_cache import (
     CACHE_VARIABLE,
     add_token_counts,
+    add_warmed_up,
     cache_dir,
+    kernels,
     token_counts,
+    warmed_up,
 )
 from jetrl_compile.kernels.deep_gemm_tiles import H200_SMS, Kernel, kernel_for
 from jetrl_compile.kernels.layouts import align, empty_quantized
 from jetrl_compile.kernels.provider import GemmShape
-from jetrl_compile.kernels.provider_deep_gemm import COLUMNS_1D1D, DEEP_GEMM
+from jetrl_compile.kernels.provider_deep_gemm import COLUMNS_1D1D, DEEP_GEMM, nvcc
 
 MAX_WORKERS = 16
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -71,6 +75,12 @@ class Call:
         free = self.over_tokens and self.k not in token_counts()
         return found, 0 if free else k
 
+    def key(self) -> str:
+        """Return what tells its kernel from others, in the list of those compiled."""
+        return f"{self}, over {'tokens' if self.over_tokens else 'features'}, " + str(
+            self.kernel(_sms())
+        )
+
     def run(self) -> None:
         """Run it on uninitialized memory of the current GPU and wait for it."""
         device = torch.device("cuda")
@@ -87,7 +97,8 @@ class WarmUp:
     """What a warm-up did.
 
     Attributes:
-        calls: How many GEMMs were run, one for each kernel that was foreseen.
+        calls: How many kernels were foreseen; for each one a GEMM is run, unless it
+            was in an earlier warm-up with this folder.
         compiled: How many kernels are new in the cache folder.
         cached: How many kernels it held before.
         rejected: GEMMs that DeepGEMM does not run, each with the reason.
@@ -179,11 +190,17 @@ def warm_up(
         _use_folder(into.expanduser().absolute())
     add_token_counts(exact_tokens)
     calls, rejected = calls_of(shapes)
-    before = _kernels()
-    failed = _run(calls, jobs, progress or (lambda *_: None))
+    before, identity = kernels(), _identity()
+    known = warmed_up(identity)
+    missing = [call for call in calls if call.key() not in known]
+    failed = _run(missing, jobs, progress or (lambda *_: None)) if missing else []
+    names = {name for name, _ in failed}
+    ran = [call.key() for call in missing if str(call) not in names]
+    if ran:
+        add_warmed_up(identity, ran)
     return WarmUp(
         len(calls),
-        len(_kernels() - before),
+        len(kernels() - before),
         len(before),
         rejected,
         tuple(failed),
@@ -202,9 +219,14 @@ def _use_folder(folder: Path) -> None:
     token_counts.cache_clear()
 
 
-def _kernels() -> set[str]:
-    folder = cache_dir() / "cache"
-    return set(os.listdir(folder)) if folder.is_dir() else set()
+def _identity() -> tuple[object, ...]:
+    """Return what kernels depend on beside their calls."""
+    found = importlib.util.find_spec("deep_gemm")
+    sizes: dict[str, int] = {}
+    if found is not None and found.origin:
+        files = sorted(Path(found.origin).parent.glob("*"))
+        sizes = {str(path): path.stat().st_size for path in files if path.is_file()}
+    return (sizes, nvcc(), _sms())
 
 
 def _run(

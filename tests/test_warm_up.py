@@ -1,9 +1,12 @@
 """Which GEMMs a model runs, and how DeepGEMM is warmed up for them."""
 
 import json
+import shutil
 import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -158,6 +161,37 @@ def test_runs_each_once_and_counts(ran: list[Call], tmp_path: Path) -> None:
     assert (again.calls, again.compiled, again.cached) == (1, 0, 3)
 
 
+def test_a_second_warm_up_runs_only_what_is_new(ran: list[Call]) -> None:
+    warm_up([FPROP, replace(FPROP, n=13)], jobs=0)
+    assert len(ran) == 1  # 13 is rejected
+    ran.clear()
+    warm_up([FPROP, replace(FPROP, n=512)], jobs=0)
+    assert ran == [Call(64, 512, 128)]
+    # Kernels that are gone are compiled again.
+    shutil.rmtree(deep_gemm_cache.cache_dir() / "cache")
+    ran.clear()
+    warm_up([FPROP, replace(FPROP, n=512)], jobs=0)
+    assert len(ran) == 2
+    # So they are where the list cannot be read, or is another library's.
+    listed = deep_gemm_cache.cache_dir() / deep_gemm_cache.WARMED
+    for text in ("{", "[]", '{"identity": []}', listed.read_text().replace("nvcc", "")):
+        listed.write_text(text.replace('"kernels": 2', '"kernels": 3'))
+        ran.clear()
+        warm_up([FPROP], jobs=0)
+        assert ran == [Call(64, 256, 128)]
+
+
+def test_what_failed_is_tried_again(
+    ran: list[Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accepts = replace(DEEP_GEMM, usable=lambda: None, rejects=lambda _: None)
+    monkeypatch.setattr(module, "DEEP_GEMM", accepts)
+    for _ in range(2):
+        ran.clear()
+        assert len(warm_up([FPROP, replace(FPROP, n=13)], jobs=0).failed) == 1
+    assert ran == [Call(64, 13, 128)]
+
+
 def test_failure_is_told(ran: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
     accepts = replace(DEEP_GEMM, usable=lambda: None, rejects=lambda _: None)
     monkeypatch.setattr(module, "DEEP_GEMM", accepts)
@@ -172,7 +206,11 @@ def test_folder_is_chosen_before_deep_gemm_is_imported(
     ran: list[Call], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert warm_up([FPROP], jobs=0, into=tmp_path / "a").cache_dir == tmp_path / "a"
-    monkeypatch.setitem(sys.modules, "deep_gemm", object())
+    monkeypatch.setitem(
+        sys.modules,
+        "deep_gemm",
+        SimpleNamespace(__spec__=ModuleSpec("deep_gemm", None)),
+    )
     warm_up([FPROP], jobs=0, into=tmp_path / "a")
     with pytest.raises(ProviderError, match=r"set DG_JIT_CACHE_DIR before"):
         warm_up([FPROP], jobs=0, into=tmp_path / "b")
