@@ -33,7 +33,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 # One thread a process: two processes that both want every core wait for each other.
-pytest: $(VENV)/.dev
+pytest: $(VENV)/.dev $(VENV)/.browser
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal $(ARGS)
 
 test-gpu: $(VENV)/.dev
@@ -91,5 +91,18 @@ $(VENV)/.dev: $(VENV)/.demo
 	@command -v $${CXX:-g++} >/dev/null || \
 	  { echo "no C++ compiler found, with which torch's Inductor builds CPU code in" \
 	  "the tests. Install one (Debian, Ubuntu: apt install g++), or set CXX" >&2; exit 1; }
-	$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[demo,dev]"
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[demo,dev,show]"
+	touch $@
+
+# For the tests of the HTML page: a Chromium that is installed, or the one that an npm
+# package holds (with the libraries and fonts that it needs). Without either they are
+# skipped.
+$(VENV)/.browser: $(VENV)/.torch
+	@for name in chromium chromium-browser google-chrome; do \
+	  if command -v $$name >/dev/null; then exit 0; fi; done; \
+	  if command -v npm >/dev/null; then mkdir -p $(VENV)/browser && cd $(VENV)/browser && \
+	  npm install --silent --no-audit --no-fund --prefix . @sparticuz/chromium@153.0.0 && \
+	  TMPDIR=$$PWD AWS_EXECUTION_ENV=AWS_Lambda_nodejs22.x node --input-type=module -e \
+	  "import c from '@sparticuz/chromium'; console.log(await c.executablePath())"; \
+	  else echo "neither Chromium nor npm was found: the page's tests are skipped" >&2; fi
 	touch $@

@@ -64,6 +64,8 @@ def missing_from(wheel: Path) -> set[str]:
         prefix = "" if folder == "jetrl_compile" else "jetrl_compile/"
         sources = (ROOT / folder).rglob("*.py")
         needed |= {prefix + str(path.relative_to(ROOT)) for path in sources}
+    assets = (ROOT / "jetrl_compile" / "show" / "assets").rglob("*.*")
+    needed |= {str(path.relative_to(ROOT)) for path in assets}
     return {name for name in needed if "__pycache__" not in name} - names
 
 
