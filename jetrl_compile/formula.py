@@ -11,8 +11,9 @@ import hashlib
 from typing import Any
 
 from jetrl_compile.captured_graph import CapturedNode, Ref
+from jetrl_compile.gemm_sites import FUSED_LAYERS
 from jetrl_compile.group_finder import Group
-from jetrl_compile.op_classes import ATTENTION, SPLITS
+from jetrl_compile.op_classes import ATTENTION, EMBEDDINGS, SPLITS
 from jetrl_compile.tensor_sources import TensorSources
 
 _WITHOUT = ("index", "backward", "sum", "attention")
@@ -45,10 +46,12 @@ class _Writer:
     def __init__(self, group: Group, sources: TensorSources) -> None:
         self.sources = sources
         self.local = {index: f"%{n}" for n, index in enumerate(group.nodes)}
-        self.outer: dict[tuple[int, int], str] = {}
+        self.outer: dict[tuple[int, int, str], str] = {}
 
     def line(self, node: CapturedNode) -> str:
         """Return a node as text: its operator, operands and constants."""
+        if node.target in EMBEDDINGS:  # a padding index changes gradients alone
+            return f"{node.target}({', '.join(map(self.value, node.args[:2]))})"
         keyed = sorted((k, v) for k, v in node.kwargs.items() if v is not None)
         kwargs = [f"{key}={self.value(value)}" for key, value in keyed]
         args = [self.value(value) for value in node.args]
@@ -68,10 +71,18 @@ class _Writer:
         if self.sources.is_index[source.index]:
             return "index"
         name = self.local.get(source.index)
+        part = self.part(index, source.index)
         if name is None:
-            key = (source.index, source.slot)
+            seam = ""
+            if (
+                self.sources.nodes[source.index].module.rpartition(".")[2]
+                in FUSED_LAYERS
+            ):
+                # What is read is the result of one of the layers that are fused.
+                seam, part = part, ""
+            key = (source.index, source.slot, seam)
             name = self.outer.setdefault(key, f"x{len(self.outer)}")
-        return f"{name}{self.part(index, source.index)}:{source.dtype}"
+        return f"{name}{part}:{source.dtype}"
 
     def part(self, index: int, source: int) -> str:
         """Return the cuts of the last dimension between a tensor and its reader."""

@@ -1,0 +1,49 @@
+"""Set vLLM's compilation up for an engine with `quantization="jetrl"`."""
+
+from typing import Any
+
+import vllm.ir
+from vllm.config import CompilationMode
+
+from jetrl_compile.errors import ModelError
+from jetrl_compile.integrations.vllm.compile_pass import EnginePass
+from jetrl_compile.integrations.vllm.settings import Reports, Settings
+
+HOOK = "joint_custom_pre_pass"
+BACKEND = "jetrl"
+WHOLE_GRAPH = "jetrl_compile.integrations.vllm.whole_graph.backend"
+
+
+def set_up(engine: Any, settings: Settings, reports: Reports) -> None:
+    """Add the pass to vLLM's compilation; called before the model's layers are made.
+
+    In vLLM's own mode (3) the pass runs inside Inductor on each piece. In mode 2 with
+    backend="jetrl" the model is one graph, and the pass is the backend's.
+
+    Args:
+        engine: vLLM's config of the engine.
+        settings: Of the engine.
+        reports: Where the pass puts what it did.
+
+    Raises:
+        ModelError: The config has another pass where this one must be.
+    """
+    config = engine.compilation_config
+    if config.mode == CompilationMode.VLLM_COMPILE and config.backend == "inductor":
+        known = config.inductor_compile_config.get(HOOK)
+        if known is not None and not isinstance(known, EnginePass):
+            raise ModelError(
+                f"inductor_compile_config[{HOOK!r}] is {known!r}, and quantization "
+                "'jetrl' runs its pass there; take it out"
+            )
+        config.inductor_compile_config[HOOK] = EnginePass(settings, reports)
+    elif config.backend == BACKEND:
+        from jetrl_compile.integrations.vllm import whole_graph
+
+        whole_graph.prepare(settings, reports)
+        config.backend = WHOLE_GRAPH
+        # As with Inductor: norms stay operators of vLLM IR that the pass can read,
+        # and other operators are written in PyTorch.
+        vllm.ir.set_default_torch_wrap(True)
+        if config.custom_ops == ["all"]:
+            config.custom_ops[:] = ["none"]

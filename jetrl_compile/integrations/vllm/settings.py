@@ -1,0 +1,71 @@
+"""What a user may set: `additional_config={"jetrl": {...}}` of vLLM's LLM."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jetrl_compile.errors import RecipeError
+from jetrl_compile.kernels.dispatch import get_provider
+from jetrl_compile.recipe import Recipe, get_recipe
+
+KEYS = ("recipe", "providers", "fuse")
+
+
+class Reports(list[Any]):
+    """What the passes did; a copied config or pass writes to the same list."""
+
+    def __deepcopy__(self, memo: Any) -> "Reports":
+        return self
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of one engine.
+
+    Attributes:
+        recipe: The recipe.
+        providers: GEMM providers, the preferred one first; None: by device.
+        fuse: Whether the quantizers are fused into norms and activations.
+        dummy: Whether the engine fills its weights with random numbers.
+    """
+
+    recipe: Recipe
+    providers: tuple[str, ...] | None = None
+    fuse: bool = True
+    dummy: bool = False
+
+
+def read_settings(given: Mapping[str, Any], engine: Any) -> Settings:
+    """Return the settings of an engine.
+
+    Args:
+        given: From the checkpoint; what the user says comes before it.
+        engine: vLLM's config.
+
+    Raises:
+        RecipeError: A setting is unknown.
+        ProviderError: A provider is unknown.
+    """
+    additional = getattr(engine, "additional_config", None)
+    own = additional.get("jetrl", {}) if isinstance(additional, Mapping) else {}
+    chosen = {**given, **own}
+    for key in chosen:
+        if key not in KEYS:
+            near = difflib.get_close_matches(key, KEYS, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise RecipeError(
+                f"setting {key!r} of quantization 'jetrl' is unknown; {hint}known: "
+                f"{', '.join(KEYS)}"
+            )
+    names = chosen.get("providers")
+    if names is not None:
+        names = (names,) if isinstance(names, str) else tuple(names)
+        for name in names:
+            get_provider(name)
+    return Settings(
+        recipe=get_recipe(chosen.get("recipe", "jetrl")),
+        providers=names,
+        fuse=bool(chosen.get("fuse", True)),
+        dummy=str(getattr(engine.load_config, "load_format", "")) == "dummy",
+    )

@@ -1,0 +1,88 @@
+"""Which weights of an engine's model are of one push, and whether it may generate."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl_compile.errors import RefitError
+from jetrl_compile.integrations.vllm.layout import LayerLayout, Part
+
+
+class WeightState:
+    """What was written since all weights were last of one push.
+
+    A push may come in chunks, through whichever interface of vLLM; while some weights
+    are of a push and others are not, the model refuses to generate.
+
+    Attributes:
+        layers: The layouts of the quantized layers, by their names in the engine.
+        broken: Why the model must not generate although all weights came, or "".
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[str, LayerLayout] = {}
+        self.broken = ""
+        self._parts: set[str] = set()
+        self._written: set[str] = set()
+        self._bad: dict[str, Tensor] = {}
+
+    def __deepcopy__(self, memo: Any) -> "WeightState":
+        """A copied config speaks of the same weights."""
+        return self
+
+    def add(self, layout: LayerLayout) -> None:
+        """Make a layer known."""
+        self.layers[layout.name] = layout
+        self._parts.update(part.name for part in layout.parts)
+
+    def wrote(self, part: Part, scales: Tensor) -> None:
+        """Note that a part was written, with these scales.
+
+        Raises:
+            RefitError: It completes a push in which a weight holds NaN or infinity.
+        """
+        self._written.add(part.name)
+        self._bad[part.name] = ~torch.isfinite(scales).all()
+        if self._written == self._parts:
+            self.settle()
+
+    def settle(self) -> None:
+        """Check the weights of a complete push, and let the model generate.
+
+        Raises:
+            RefitError: One holds NaN or infinity; the model refuses to generate.
+        """
+        names, flags = list(self._bad), list(self._bad.values())
+        self._written, self._bad, self.broken = set(), {}, ""
+        if not flags:
+            return
+        bad = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
+        wrong = [name for name, is_bad in zip(names, bad, strict=True) if is_bad]
+        if wrong:
+            self.broken = (
+                f"{len(wrong)} weights that were pushed hold NaN or infinity, first "
+                f"{wrong[0]}; push a sound checkpoint"
+            )
+            raise RefitError(self.broken)
+
+    @property
+    def missing(self) -> list[str]:
+        """What an unfinished push has not written yet; empty if there is none."""
+        return sorted(self._parts - self._written) if self._written else []
+
+    def check(self) -> None:
+        """Check that the model may generate.
+
+        Raises:
+            RefitError: A push failed, or is not complete.
+        """
+        if self.broken:
+            raise RefitError(f"the model refuses to generate: {self.broken}")
+        if self._written:
+            missing = self.missing
+            raise RefitError(
+                "the model refuses to generate: a push of weights wrote "
+                f"{len(self._written)} of {len(self._parts)} FP8 layers, and not "
+                f"{missing[0]}; push all weights"
+            )
