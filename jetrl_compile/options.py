@@ -42,7 +42,7 @@ class CompileOptions:
             quantized once per optimizer step, for 1 byte (2 with gradients) a
             parameter. Two writes are not seen: into `.data`, and to the shards of
             FSDP2 other than by an optimizer (`load_state_dict`). Call
-            `jetrl_compile.forget_weights()` after them.
+            `jetrl_compile.forget_weights()` after them. Not under CUDA graphs.
         mode: "default", or "reduce-overhead": the graphs run as CUDA graphs.
         recorder: Records values while the graphs run (lowering "aot" only); used by
             the audit.

@@ -150,6 +150,7 @@ def run_passes(
     fuse: bool = False,
     saved_gate_up: str = "bf16",
     cache_weights: bool = False,
+    cuda_graphs: bool = False,
 ) -> CompileReport:
     """Run the passes over a joint or inference graph, in place.
 
@@ -164,6 +165,7 @@ def run_passes(
         fuse: Whether to merge GEMMs of one input and to fuse quantization.
         saved_gate_up: "bf16", or "e4m3": gate and up are kept for backward in FP8.
         cache_weights: Whether codes of weights are kept from call to call.
+        cuda_graphs: Whether the graph will run as a CUDA graph.
 
     Raises:
         LoweringError: A GEMM that the recipe names was not lowered.
@@ -184,6 +186,7 @@ def run_passes(
         fuse=fuse,
         saved_gate_up=saved_gate_up,
         cache_weights=cache_weights,
+        cuda_graphs=cuda_graphs,
     )
     changes = {name: run(context) for name, run in PASSES}
     assert context.final is not None

@@ -2,7 +2,8 @@
 
 `jetrl::gemm_weights` makes them anew when a weight has changed. Only weights that the
 model stores are kept: one that the graph computes (a merged adapter, an FP32 master
-rounded to BF16) is another tensor at each call.
+rounded to BF16) is another tensor at each call. Under CUDA graphs nothing is kept: a
+replay would not see a new version, and what is made in a graph's memory ends with it.
 """
 
 from typing import Any
@@ -18,6 +19,12 @@ from jetrl_compile.passes.graph_nodes import emit, maker_of
 def cache_weights(context: Context) -> int:
     """Rewrite GEMMs with stored weights; return how many."""
     if context.annotated is None or not context.cache_weights:
+        return 0
+    if context.cuda_graphs:
+        context.notes.append(
+            "weights are quantized in each call, although cache_weights is set: a CUDA "
+            "graph replays what it recorded, and its memory cannot be kept"
+        )
         return 0
     count = 0
     for node, gemm in list(context.lowered.items()):

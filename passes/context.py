@@ -73,6 +73,7 @@ class Context:
         fuse: Whether to merge GEMMs and to fuse quantization into what precedes it.
         saved_gate_up: "bf16", or "e4m3": gate and up are kept for backward in FP8.
         cache_weights: Whether codes of weights are kept from call to call.
+        cuda_graphs: Whether the graph will run as a CUDA graph.
         lowered: What is known of each `jetrl.gemm` node.
         notes: What was not merged or fused, and why.
         final: The precision graph read back from the lowered graph.
@@ -94,6 +95,7 @@ class Context:
     fuse: bool = False
     saved_gate_up: str = "bf16"
     cache_weights: bool = False
+    cuda_graphs: bool = False
     lowered: dict[Node, LoweredGemm] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     final: PrecisionGraph | None = None

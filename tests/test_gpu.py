@@ -68,7 +68,8 @@ def test_quantized_bits_are_those_of_the_cpu(rows: int, transpose: bool) -> None
     cpu = ops.quantize(x, rows, 128, transpose, "fp32", 1e-10, None)
     gpu = ops.quantize(x.cuda(), rows, 128, transpose, "fp32", 1e-10, None)
     for left, right in zip(cpu, gpu, strict=True):
-        assert torch.equal(left.view(torch.uint8), right.cpu().view(torch.uint8))
+        as_bytes = [t.cpu().contiguous().view(torch.uint8) for t in (left, right)]
+        assert torch.equal(*as_bytes)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

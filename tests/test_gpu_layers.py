@@ -170,11 +170,12 @@ def test_cuda_graphs_have_the_same_bits(cache_weights: bool) -> None:
     model = copy.deepcopy(model)
     torch._dynamo.reset()
     compile_layers(model, mode="reduce-overhead", cache_weights=cache_weights)
-    for _ in range(4):  # warm up, record, replay
-        mark_step()
-        loss = loss_of(model, ids)
-        loss.backward()
-        got = gradients(model)
+    with collect_reports() as reports:
+        for _ in range(4):  # warm up, record, replay
+            mark_step()
+            loss = loss_of(model, ids)
+            loss.backward()
+            got = gradients(model)
     assert torch.equal(loss.detach(), wanted[0])
     for name, gradient in wanted[2].items():
         if "embed" not in name:
@@ -191,6 +192,8 @@ def test_cuda_graphs_have_the_same_bits(cache_weights: bool) -> None:
         mark_step()
         other = model(input_ids=ids, use_cache=False).logits
     assert not torch.equal(other, logits)
+    noted = [n for report in reports for n in report.notes if "CUDA graph" in n]
+    assert bool(noted) == cache_weights
 
 
 def test_checkpointed_layers() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from fused_graphs import CACHED, GatedMlp, calls, check_same, make_gated
 from tiny_models import (
+    IGNORE_SCRIPT_METHOD,
     Recorder,
     activations,
     backward,
@@ -270,3 +271,18 @@ def test_layers_that_share_a_graph(counts: Counts) -> None:
         for made, read in ((14, 0), (0, 14)):
             assert torch.equal(loss_of(model, ids), wanted)
             assert counts() == (made, read)
+
+
+@IGNORE_SCRIPT_METHOD
+def test_nothing_is_kept_under_cuda_graphs(counts: Counts) -> None:
+    model, x = make_gated(), activations(24, 256)
+    with collect_reports() as reports:
+        train(compiled(model, **CACHED, lowering="inductor", mode="reduce-overhead"), x)
+    assert reports[0].changes["cache_weights"] == 0
+    assert any("CUDA graph" in note for note in reports[0].notes)
+    assert counts() == (0, 0)
+    torch._dynamo.reset()
+    with collect_reports() as reports:
+        train(compiled(model, **CACHED, lowering="inductor"), x)
+    assert reports[0].changes["cache_weights"] > 0
+    assert not reports[0].notes
