@@ -136,6 +136,11 @@ class Way:
         more: dict[str, Any] = {"mode": "reduce-overhead"} if self.graphs else {}
         if self.spec.kind in (COMPILE, TORCHAO):
             more |= {"fullgraph": fullgraph, "dynamic": False, **self.spec.options}
+            if self.spec.kind == TORCHAO and not more["fullgraph"]:
+                # Else Dynamo breaks within each, and Inductor tunes their kernels anew.
+                disable: Any = torch.compiler.disable  # untyped
+                for _, own in self._linears.values():
+                    own.forward = disable(own.forward)
             for layer in self._layers:
                 layer.compile(**more)
         elif self.spec.kind == JETRL:
@@ -150,8 +155,8 @@ class Way:
             reason: Why the last attempt failed, for the note.
 
         Returns:
-            Whether there is something left to try: only for torchao, first with graph
-            breaks, then eagerly.
+            Whether there is something left to try: only for torchao, first with its
+            linear layers outside of Dynamo, then eagerly.
         """
         if self.spec.kind != TORCHAO or self.note.startswith("eager"):
             return False
@@ -159,7 +164,7 @@ class Way:
             self.note = f"eager, not compiled: {reason}"
             self._calls = [None] * len(self._layers)
         else:
-            self.note = f"compiled with graph breaks: {reason}"
+            self.note = f"compiled but for its linear layers: {reason}"
             self._compile(model, fullgraph=False)
         return True
 
