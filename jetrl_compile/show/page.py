@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from jetrl_compile.differences import attribute_label
 from jetrl_compile.show import styles
 from jetrl_compile.show.vendor import asset
 from jetrl_compile.show.view import View
@@ -23,8 +24,8 @@ SCRIPTS = (
     "vendor/dagre.min.js",
     "model.js",
     "sheet.js",
-    "draw.js",
     "panel.js",
+    "draw.js",
     "main.js",
 )
 MOST = 700  # boxes that are laid out at once: about a second
@@ -83,6 +84,7 @@ def page_data(
         "all_phases": view.phases(),
         "switches": asdict(switches),
         "styles": [asdict(style) for style in styles.STYLES],
+        "saved_label": attribute_label("saved_dtype"),
         "widest": styles.WIDEST,
         "most": MOST,
         "colors": {

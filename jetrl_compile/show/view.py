@@ -7,6 +7,7 @@ of repeated layers holds one of them.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from jetrl_compile.differences import attribute_label
 from jetrl_compile.errors import PrecisionFlowError
 from jetrl_compile.formats import Flow
 from jetrl_compile.grouping import group_causes
@@ -90,6 +91,7 @@ class Finding:
     Attributes:
         level: 1 structure to 4 logits.
         title: What differs.
+        label: What the attribute that differs is called.
         message: The whole sentence, with the remedy.
         count: How many differences it stands for.
         nodes: Numbers of the nodes that have it.
@@ -98,6 +100,7 @@ class Finding:
 
     level: int
     title: str
+    label: str
     message: str
     count: int
     nodes: tuple[int, ...]
@@ -276,6 +279,7 @@ class _Maker:
             yield Finding(
                 group.level,
                 title,
+                attribute_label(group.attribute),
                 group.message,
                 len(group.differences),
                 tuple(at_nodes.get(number, ())),

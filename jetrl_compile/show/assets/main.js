@@ -2,10 +2,11 @@
 // Clicks, keys, search, jumps and printing.
 (() => {
   const J = window.jetrl;
-  const { view, state, data, cy } = J;
+  const { view, state, cy } = J;
   const byId = (id) => document.getElementById(id);
   const say = (text) => { byId("status").textContent = text; };
   let finding = -1;
+  let toggled = 0; // when; a double click on a closed block is one click
 
   function redraw(keep) {
     const [zoom, pan] = [cy.zoom(), { ...cy.pan() }];
@@ -56,6 +57,7 @@
 
   J.toggle = (number) => {
     const opened = !state.open.has(number);
+    toggled = performance.now();
     if (opened) state.open.add(number);
     else state.open.delete(number);
     if (!redraw(false)) {
@@ -133,7 +135,7 @@
       const item = J.make("li");
       const button = J.make("button", node.name + (node.count > 1 ? `  (\u00d7${node.count})` : ""));
       button.type = "button";
-      button.addEventListener("click", () => { J.jump({ node: number }); });
+      button.addEventListener("click", () => { J.jump({ node: number }); list.hidden = true; });
       item.append(button);
       list.append(item);
     }
@@ -154,26 +156,19 @@
     });
   }
 
-  for (const phase of data.all_phases) {
-    const label = J.make("label");
-    const box = J.make("input");
-    box.type = "checkbox";
-    box.value = phase;
+  document.querySelectorAll("#phases input").forEach((box) => {
     box.addEventListener("change", () => {
-      if (box.checked) state.phases.add(phase);
-      else state.phases.delete(phase);
+      if (box.checked) state.phases.add(box.value);
+      else state.phases.delete(box.value);
       redraw(false);
     });
-    label.append(box, document.createTextNode(` ${phase}`));
-    byId("phases").append(label);
-  }
+  });
   for (const key of ["weights", "saved", "integers"]) {
     byId(key).addEventListener("change", (event) => {
       state[key] = event.target.checked;
       redraw(false);
     });
   }
-  byId("modes").hidden = !J.pair;
   document.querySelectorAll("#modes input").forEach((box) => {
     box.addEventListener("change", () => { state.mode = box.value; redraw(false); });
   });
@@ -182,7 +177,9 @@
     if (event.key === "Escape") { byId("search").value = ""; results(); byId("graph").focus(); }
     if (event.key !== "Enter") return;
     const found = results();
-    if (found.length) J.jump({ node: found[0] });
+    if (!found.length) return;
+    J.jump({ node: found[0] });
+    byId("results").hidden = true;
   });
   byId("controls").addEventListener("submit", (event) => event.preventDefault());
   byId("open-all").addEventListener("click", () => {
@@ -210,7 +207,8 @@
   });
   cy.on("dbltap", "node", (event) => {
     const item = itemOf(event.target.data("item"));
-    if (item && item.type === "block" && item.open) J.toggle(item.number);
+    const again = performance.now() - toggled < 600;
+    if (item && item.type === "block" && item.open && !again) J.toggle(item.number);
   });
 
   // Keys ----------------------------------------------------------------------------

@@ -20,8 +20,8 @@
     return button;
   }
 
-  // Rows of attributes, a column for each graph; rows that differ are marked.
-  function facts(sides) {
+  // Rows of attributes, a column for each graph; those that count as different are marked.
+  function facts(sides, counts = () => false) {
     const table = make("table");
     if (J.pair) {
       const head = table.createTHead().insertRow();
@@ -32,13 +32,15 @@
     for (const key of keys) {
       const values = sides.map((side) => (side.find(([name]) => name === key) ?? [key, ""])[1]);
       const row = body.insertRow();
-      const differs = sides.every((side) => side.length) && new Set(values).size > 1;
+      const differs = sides.every((side) => side.length) && new Set(values).size > 1 && counts(key);
       row.append(make("th", (differs ? "\u2260 " : "") + key));
       values.forEach((value) => row.append(make("td", value)));
       if (differs) row.className = "differs";
     }
     return table;
   }
+
+  const isFound = (numbers, key) => numbers.some((n) => view.findings[n].label === key);
 
   function messages(numbers) {
     return numbers.map((n) => make("p", `\u2260 ${view.findings[n].message}`, "differs"));
@@ -52,7 +54,8 @@
     const edge = view.edges[number];
     const box = make("div");
     box.append(make("p", edgeName(edge), "name"), ...messages(edge.found));
-    box.append(facts(edge.flows.map((flow) => (flow === null ? [] : view.flows[flow].facts))));
+    const sides = edge.flows.map((flow) => (flow === null ? [] : view.flows[flow].facts));
+    box.append(facts(sides, (key) => key !== data.saved_label || isFound(edge.found, key)));
     const size = edge.size === null ? "its size does not follow from the graph"
       : `${J.bytes(edge.size)} at ${view.tokens.toLocaleString("en")} tokens`;
     box.append(make("p", size));
@@ -81,7 +84,7 @@
     const box = make("div");
     box.append(make("p", node.name, "name"));
     if (node.count > 1) box.append(make("p", `stands for ${node.count} equal operators`));
-    box.append(...messages(node.found), facts(node.facts));
+    box.append(...messages(node.found), facts(node.facts, (key) => isFound(node.found, key)));
     const into = [], out = [];
     view.edges.forEach((edge, n) => {
       if (edge.target === number) into.push(n);
@@ -215,6 +218,16 @@
     }
   }
 
+  // All of the header is made before the drawing measures where it is.
+  for (const phase of data.all_phases) {
+    const label = make("label");
+    const box = make("input");
+    box.type = "checkbox";
+    box.value = phase;
+    label.append(box, document.createTextNode(` ${phase}`));
+    byId("phases").append(label);
+  }
+  byId("modes").hidden = !J.pair;
   byId("title").textContent = view.titles.join(" \u2194 ");
   if (view.verdict) {
     byId("verdict").hidden = false;

@@ -1,0 +1,455 @@
+"""The page in a headless Chromium, from file://, without a network."""
+
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import launched
+from hostile import NAMES, hostile_graph
+from PIL import Image
+from playwright.sync_api import Browser, Page
+from sample_graphs import decoder_graph, with_edges, without_fp8
+
+from jetrl_compile.precision_graph import Edge, PrecisionGraph
+from jetrl_compile.show import styles
+from jetrl_compile.show.page import MOST, Picture, page
+from jetrl_compile.show.paired import pair_graphs
+from jetrl_compile.show.view import View, make_view
+from jetrl_compile.show.visible import Switches, default_phases, visible
+
+Opener = Callable[..., Page]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with launched() as found:
+        yield found
+
+
+@pytest.fixture
+def opened(browser: Browser, tmp_path: Path) -> Iterator[Opener]:
+    """Opens a view; afterwards nothing was logged, thrown or fetched."""
+    wrong: list[str] = []
+    context = browser.new_context(viewport={"width": 1400, "height": 900})
+
+    def start(view: View, switches: Switches | None = None) -> Page:
+        path = tmp_path / "flow.html"
+        chosen = switches or Switches(default_phases(view))
+        path.write_text(page(view, switches=chosen), encoding="utf-8")
+        tab = context.new_page()
+        tab.on("console", lambda message: wrong.append(f"console: {message.text}"))
+        tab.on("pageerror", lambda error: wrong.append(f"thrown: {error}"))
+        tab.on("request", lambda request: requests.append(request.url))
+        tab.goto(path.as_uri())
+        tab.wait_for_selector("html[data-ready]", state="attached", timeout=20_000)
+        return tab
+
+    requests: list[str] = []
+    yield start
+    context.close()
+    fetched = [
+        url for url in requests if not url.startswith(("file:", "data:", "blob:"))
+    ]
+    assert not wrong, wrong
+    assert not fetched, fetched
+    assert sum(url.startswith("file:") for url in requests) <= 1
+
+
+def view_of(*graphs: PrecisionGraph, titles: tuple[str, ...] = ("a", "b")) -> View:
+    return make_view(pair_graphs(graphs, titles[: len(graphs)]))
+
+
+def mismatched(layers: int = 12) -> View:
+    """A rollout graph with a skipped projection in two layers, against training."""
+    rollout = without_fp8(
+        decoder_graph("rollout", layers),
+        lambda name: any(f"layers.{n}.mlp.up_proj" in name for n in (3, 4)),
+    )
+
+    def change(edge: Edge) -> Edge:
+        wrong = edge.target == "model.layers.7.mlp.down_proj:fprop"
+        flow = replace(edge.flow, scale_format="ue8m0")
+        return replace(edge, flow=flow) if wrong and edge.operand == "x" else edge
+
+    train = decoder_graph("train", layers)
+    return view_of(with_edges(rollout, change), train, titles=("rollout", "train"))
+
+
+def ids(tab: Page) -> set[str]:
+    found: list[str] = tab.evaluate("[...jetrl.seen.elements.keys()]")
+    return set(found)
+
+
+def click(tab: Page, item: str) -> None:
+    """Click an element of the drawing with the mouse."""
+    point = tab.evaluate(
+        """(id) => {
+          const element = jetrl.cy.elements().filter((x) => x.data("item") === id)[0];
+          const open = element.hasClass("open");
+          const box = element.renderedBoundingBox({ includeLabels: false });
+          const at = element.isEdge() ? element.renderedMidpoint()
+            : open ? { x: box.x1 + 6, y: box.y1 + 6 } : element.renderedPosition();
+          const frame = document.getElementById("graph").getBoundingClientRect();
+          return [at.x + frame.left, at.y + frame.top];
+        }""",
+        item,
+    )
+    tab.mouse.click(*point)
+
+
+def details(tab: Page) -> str:
+    return tab.inner_text("#details")
+
+
+def block(view: View, title: str, phase: str = "forward") -> str:
+    (number,) = [
+        n
+        for n, item in enumerate(view.blocks)
+        if (item.title, item.phase) == (title, phase)
+    ]
+    return f"b{number}"
+
+
+def node(view: View, name: str) -> int:
+    return [item.name for item in view.nodes].index(name)
+
+
+def count_of(png: bytes, colour: str) -> int:
+    """Count the pixels of a colour."""
+    image = Image.open(io.BytesIO(png)).convert("RGB")
+    found = image.getcolors(maxcolors=2**24) or []
+    red, green, blue = bytes.fromhex(colour.removeprefix("#"))
+    return sum(count for count, value in found if value == (red, green, blue))
+
+
+def test_opens_folded(opened: Opener) -> None:
+    view = view_of(decoder_graph("train", 36))
+    tab = opened(view)
+    boxes, _ = visible(view, Switches(view.phases()))
+    assert ids(tab) == set(boxes)
+    assert "model.layers.0-35" in tab.evaluate(
+        "jetrl.cy.nodes().map((n) => n.data('label')).join()"
+    )
+    assert tab.title() == "Precision flow of a"
+    assert int(tab.evaluate("document.documentElement.dataset.ready")) < 3000
+
+
+@pytest.mark.parametrize("phases", [("forward",), ("forward", "dgrad"), ("wgrad",)])
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("more", [False, True])
+def test_python_and_page_show_the_same(
+    opened: Opener, phases: tuple[str, ...], is_open: bool, more: bool
+) -> None:
+    view = mismatched() if more else view_of(decoder_graph("train", 6))
+    switches = Switches(phases, is_open, weights=more, saved=more, integers=more)
+    tab = opened(view, switches)
+    boxes, arrows = visible(view, switches)
+    assert ids(tab) == set(boxes)
+    found = tab.evaluate(
+        "[...jetrl.seen.edges.values()].map((e) => [e.source, e.target, e.members])"
+    )
+    assert found == [[arrow.source, arrow.target, arrow.members] for arrow in arrows]
+
+
+def test_a_click_opens_a_block_and_a_double_click_closes_it(opened: Opener) -> None:
+    view = view_of(decoder_graph("rollout", 36))
+    tab = opened(view)
+    before = ids(tab)
+    name = block(view, "model.layers.0-35")
+    click(tab, name)
+    inside = f"n{node(view, 'model.layers.0.mlp.up_proj:fprop')}"
+    assert inside in ids(tab)
+    assert "36 times the same; drawn: model.layers.0" in details(tab)
+    assert "model.layers.0:residual_add.1 -> model.layers.0.input_layernorm" in details(
+        tab
+    )
+    assert tab.inner_text("#status") == "model.layers.0-35 opened"
+    tab.wait_for_timeout(700)
+    click(tab, name)  # selects an open block
+    assert inside in ids(tab)
+    click(tab, name)
+    assert ids(tab) == before
+    click(tab, name)
+    click(tab, name)  # a double click on a closed block opens it
+    assert inside in ids(tab)
+    tab.click("#details button:text('Close')")
+    assert ids(tab) == before
+    tab.click("#open-all")
+    assert inside in ids(tab)
+    tab.click("#close-all")
+    assert ids(tab) == before
+
+
+def test_boxes_do_not_overlap_and_layers_flow_down(opened: Opener) -> None:
+    view = view_of(decoder_graph("rollout", 8))
+    tab = opened(view, Switches(("forward",), opened=True, weights=True))
+    boxes = tab.evaluate(
+        """jetrl.cy.nodes().filter((n) => !n.hasClass("open")).map((n) =>
+             n.boundingBox({ includeLabels: true, includeOverlays: false }))"""
+    )
+    for i, a in enumerate(boxes):
+        for b in boxes[i + 1 :]:
+            apart = (
+                a["x2"] <= b["x1"]
+                or b["x2"] <= a["x1"]
+                or a["y2"] <= b["y1"]
+                or b["y2"] <= a["y1"]
+            )
+            assert apart, (a, b)
+    falls = tab.evaluate(
+        "jetrl.cy.edges().map((e) => e.target().position().y - e.source().position().y)"
+    )
+    assert falls
+    assert min(falls) > 0
+
+
+def test_search_goes_to_a_folded_layer(opened: Opener) -> None:
+    view = view_of(decoder_graph("train", 36))
+    tab = opened(view)
+    tab.fill("#search", "layers.17.mlp.up_proj")
+    results = tab.locator("#results button").all_inner_texts()
+    assert results[0].startswith("model.layers.0.mlp.up_proj.weight")
+    assert len(results) == 4
+    tab.fill("#search", "layers.17.mlp.up_proj:fprop")
+    tab.press("#search", "Enter")
+    number = node(view, "model.layers.0.mlp.up_proj:fprop")
+    assert tab.evaluate("jetrl.state.selected") == f"n{number}"
+    assert "stands for 36 equal operators" in details(tab)
+    tab.fill("#search", "layers.36.mlp")
+    assert tab.inner_text("#results") == "nothing has such a name"
+
+
+def test_an_edge_shows_every_attribute(opened: Opener) -> None:
+    view = view_of(decoder_graph("train", 4))
+    tab = opened(view)
+    click(tab, block(view, "model.layers.0-3"))
+    number = next(
+        n
+        for n, edge in enumerate(view.edges)
+        if view.nodes[edge.target].name == "model.layers.0.mlp.down_proj:fprop"
+        and edge.operand == "x"
+    )
+    click(tab, f"e{number}")
+    text = details(tab)
+    assert (
+        "model.layers.0.mlp:activation \u2192 model.layers.0.mlp.down_proj:fprop.x"
+        in text
+    )
+    for wanted in (
+        "e4m3",
+        "1x128",
+        "mn_major_tma",
+        "divide",
+        "1e-10",
+        "saved for backward",
+    ):
+        assert wanted in text
+    assert "26.0 MB at 4,096 tokens" in text  # 4096 x 6144 codes, 4096 x 48 scales
+
+
+def test_switches_change_what_is_drawn(opened: Opener) -> None:
+    view = view_of(decoder_graph("train", 4))
+    tab = opened(view)
+    tab.click("#open-all")
+
+    def phases() -> set[str]:
+        found: list[str] = tab.evaluate(
+            "[...jetrl.seen.elements.values()].filter((x) => x.type === 'node')"
+            ".map((x) => jetrl.view.nodes[x.number].phase)"
+        )
+        return set(found)
+
+    assert phases() == {"forward", "dgrad", "wgrad"}
+    tab.uncheck("#phases input[value=wgrad]")
+    assert phases() == {"forward", "dgrad"}
+    tab.uncheck("#phases input[value=dgrad]")
+    assert phases() == {"forward"}
+    weight = f"n{node(view, 'model.layers.0.mlp.up_proj.weight')}"
+    assert weight not in ids(tab)
+    tab.check("#weights")
+    assert weight in ids(tab)
+
+
+def test_differences_are_listed_marked_and_jumped_to(opened: Opener) -> None:
+    view = mismatched()
+    tab = opened(view)
+    assert tab.inner_text("#verdict").startswith("not contained: 3 differences")
+    assert tab.inner_text("#differences h2") == "Differences (3)"
+    items = tab.locator("#differences li").all_inner_texts()
+    assert items[0].startswith("GEMM precision is bf16 in rollout, e4m3 in train")
+    assert "2 layers (model.layers.3-4), mlp.up_proj:fprop" in items[0]
+    marked = tab.evaluate(
+        "jetrl.cy.nodes('.differs').map((n) => n.data('label').split('  ')[0])"
+    )
+    assert marked == [
+        "\u2260 model.layers.3-4",
+        "\u2260 model.layers.7\nforward: 7 of 7 GEMMs in FP8",
+    ]
+    assert count_of(tab.screenshot(), styles.DIFFERENCE) > 200
+    tab.click("#differences li:nth-child(2) button")
+    selected = tab.evaluate("jetrl.state.selected")
+    assert view.nodes[view.edges[int(selected[1:])].target].name == (
+        "model.layers.7.mlp.down_proj:fprop"
+    )
+    rows = tab.locator("#details tr.differs").all_inner_texts()
+    assert [row.split("\t") for row in rows] == [
+        ["\u2260 scale format", "ue8m0", "fp32"]
+    ]
+    tab.focus("#graph")
+    tab.keyboard.press("n")
+    assert "GEMM precision is bf16" in details(tab)
+
+
+def test_side_by_side_keeps_matched_parts_level(opened: Opener) -> None:
+    view = mismatched()
+    tab = opened(view)
+    tab.check("#modes input[value=side]")
+    pairs = tab.evaluate(
+        """[...jetrl.seen.elements.keys()].map((id) => [0, 1].map((side) => {
+             const found = jetrl.cy.getElementById(`${side}:${id}`);
+             return found.length ? [found.position().x, found.position().y] : null;
+           }))"""
+    )
+    both = [pair for pair in pairs if all(pair)]
+    assert len(both) > 8
+    shifts = {round(right[0] - left[0], 3) for left, right in both}
+    assert len(shifts) == 1
+    assert shifts.pop() > 0
+    assert all(left[1] == right[1] for left, right in both)
+    labels = tab.evaluate("jetrl.cy.nodes('.heading').map((n) => n.data('label'))")
+    assert labels == ["rollout", "train"]
+
+
+def test_by_keyboard_alone(opened: Opener) -> None:
+    view = view_of(decoder_graph("rollout", 36))
+    tab = opened(view)
+    tab.keyboard.press("Tab")
+    assert tab.evaluate("document.activeElement.id") == "search"
+    for _ in range(40):
+        if tab.evaluate("document.activeElement.id") == "graph":
+            break
+        tab.keyboard.press("Tab")
+    assert tab.evaluate("document.activeElement.id") == "graph"
+    names = []
+    for _ in range(12):
+        tab.keyboard.press("ArrowDown")
+        names.append(tab.inner_text("#status").removeprefix("selected: "))
+        if names[-1] == "model.layers.0-35":
+            break
+    assert names[-1] == "model.layers.0-35"
+    tab.keyboard.press("Enter")
+    assert tab.inner_text("#status") == "model.layers.0-35 opened"
+    tab.keyboard.press("Enter")
+    assert tab.inner_text("#status") == "model.layers.0-35 closed"
+    tab.keyboard.press("e")
+    assert "\u2192" in tab.inner_text("#status") or "tensors" in tab.inner_text(
+        "#status"
+    )
+    zoom = tab.evaluate("jetrl.cy.zoom()")
+    tab.keyboard.press("+")
+    assert tab.evaluate("jetrl.cy.zoom()") > zoom
+    tab.keyboard.press("/")
+    assert tab.evaluate("document.activeElement.id") == "search"
+
+
+def test_printing_shows_the_whole_graph(opened: Opener) -> None:
+    tab = opened(mismatched())
+    tab.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    tab.emulate_media(media="print")
+    tab.wait_for_function("document.getElementById('printed').naturalWidth > 100")
+    assert tab.is_visible("#printed")
+    assert tab.is_visible("#differences")
+    assert not tab.is_visible("#controls")
+    assert tab.pdf()[:5] == b"%PDF-"
+
+
+def test_zoom_and_pan_are_smooth(opened: Opener) -> None:
+    tab = opened(view_of(decoder_graph("train", 36)))
+    tab.click("#open-all")
+    slowest = tab.evaluate(
+        """async () => {
+          let [slowest, before] = [0, performance.now()];
+          for (let i = 0; i < 30; i += 1) {
+            jetrl.cy.panBy({ x: 9, y: 5 });
+            await new Promise(requestAnimationFrame);
+            slowest = Math.max(slowest, performance.now() - before);
+            before = performance.now();
+          }
+          return slowest;
+        }"""
+    )
+    assert (
+        slowest < 1000
+    )  # milliseconds; about 40 without a GPU, more on a busy machine
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_hostile_names_do_nothing(opened: Opener, pair: bool) -> None:
+    graphs = [hostile_graph(), hostile_graph("</script>")][: 2 if pair else 1]
+    view = make_view(pair_graphs(graphs, NAMES[: len(graphs)]))
+    tab = opened(view, Switches(("forward",), opened=True))
+    for number in range(len(view.nodes)):
+        tab.evaluate("(n) => jetrl.jump({ node: n })", number)
+        assert view.nodes[number].name.split("\x00")[0].split("\n")[0][:9] in details(
+            tab
+        )
+    for number in range(len(view.edges)):
+        tab.evaluate("(n) => jetrl.jump({ edge: n })", number)
+    for name in NAMES:
+        tab.fill("#search", name.replace("\x00", "").replace("\ud800", ""))
+    assert tab.evaluate("window.owned") is None
+    assert tab.locator("#details img, #details b, #results img, h1 script").count() == 0
+
+
+def test_too_much_at_once_is_told(opened: Opener) -> None:
+    view = view_of(decoder_graph("rollout", 4))
+    many: Any = replace(
+        view, nodes=view.nodes + tuple(
+            replace(view.nodes[0], name=f"extra.{n}", label=f"extra.{n}", block=-1)
+            for n in range(MOST)
+        ),
+    )  # fmt: skip
+    tab = opened(many)
+    assert f"{MOST} can be read" in tab.inner_text("#message")
+    assert "--module" in tab.inner_text("#message")
+
+
+def test_opening_too_much_keeps_the_picture(opened: Opener) -> None:
+    view = view_of(decoder_graph("rollout", 4))
+    inside = next(x for x in view.nodes if x.block == 0 and not x.role)
+    many = replace(
+        view,
+        nodes=view.nodes
+        + tuple(replace(inside, name=f"extra.{n}", label="x") for n in range(MOST)),
+    )
+    tab = opened(many)
+    before = ids(tab)
+    click(tab, "b0")
+    assert tab.is_visible("#message")
+    assert ids(tab) == before
+
+
+def test_a_hundred_thousand_operators_open_folded(opened: Opener) -> None:
+    view = view_of(decoder_graph("train", 2700))
+    assert sum(item.count for item in view.nodes) > 100_000
+    tab = opened(view)
+    assert int(tab.evaluate("document.documentElement.dataset.ready")) < 3000
+    click(tab, block(view, "model.layers.0-2699"))
+    tab.fill("#search", "layers.2699.mlp.up_proj:fprop")
+    tab.press("#search", "Enter")
+    assert "stands for 2700 equal operators" in details(tab)
+
+
+def test_pictures_are_shown(browser: Browser, tmp_path: Path) -> None:
+    tab = browser.new_page()
+    png = tab.screenshot()
+    view = view_of(decoder_graph("train", 4))
+    path = tmp_path / "with_pictures.html"
+    path.write_text(page(view, [Picture("the gap <b>by</b> position", png)]))
+    tab.goto(path.as_uri())
+    tab.wait_for_function("document.querySelector('#pictures img').naturalWidth > 100")
+    assert tab.inner_text("#pictures figcaption") == "the gap <b>by</b> position"
+    tab.close()
