@@ -14,7 +14,7 @@ from jetrl_compile.captured_graph import CapturedNode, Ref
 from jetrl_compile.gemm_sites import FUSED_LAYERS
 from jetrl_compile.group_finder import Group
 from jetrl_compile.op_classes import ATTENTION, EMBEDDINGS, SPLITS
-from jetrl_compile.tensor_sources import TensorSources
+from jetrl_compile.tensor_sources import ROPE_TABLE, TensorSources
 
 _WITHOUT = ("index", "backward", "sum", "attention")
 
@@ -71,32 +71,35 @@ class _Writer:
         if self.sources.is_index[source.index]:
             return "index"
         name = self.local.get(source.index)
-        part = self.part(index, source.index)
+        cuts = self.cuts(index, source.index)
         if name is None:
             seam = ""
-            if (
-                self.sources.nodes[source.index].module.rpartition(".")[2]
-                in FUSED_LAYERS
-            ):
-                # What is read is the result of one of the layers that are fused.
-                seam, part = part, ""
+            module = self.sources.nodes[source.index].module
+            if module.rpartition(".")[2] in FUSED_LAYERS or module.endswith(ROPE_TABLE):
+                # What is read is the result of one of the layers that are fused, or
+                # the table of cosines or that of sines.
+                seam, cuts = "".join(cuts[:1]), cuts[1:]
             key = (source.index, source.slot, seam)
             name = self.outer.setdefault(key, f"x{len(self.outer)}")
-        return f"{name}{part}:{source.dtype}"
+        return f"{name}{''.join(cuts)}:{source.dtype}"
 
-    def part(self, index: int, source: int) -> str:
+    def cuts(self, index: int, source: int) -> list[str]:
         """Return the cuts of the last dimension between a tensor and its reader."""
         cuts: list[str] = []
+        item = ""
         while index != source and self.sources.inputs[index]:
             node = self.sources.nodes[index]
             before = self.sources.nodes[self.sources.inputs[index][0]]
             if node.target in SPLITS and _on_last(node, before):
                 numbers = [a for a in node.args if not isinstance(a, Ref)]
-                cuts.append(f"{node.target}{numbers}")
+                if node.target in ("slice", "narrow"):  # whatever the rank is
+                    numbers[0] = -1
+                cuts.append(f"{node.target}{numbers}{item}")
+                item = ""
             elif node.target == "getitem" and before.target in SPLITS:
-                cuts.append(str(node.args[1:]))
+                item = str(node.args[1:])
             index = self.sources.inputs[index][0]
-        return "".join(reversed(cuts))
+        return cuts[::-1]
 
 
 def _on_last(node: CapturedNode, before: CapturedNode) -> bool:

@@ -20,6 +20,7 @@ from jetrl_compile.formats import Flow
 from jetrl_compile.integrations.vllm.graph_reading import EngineContext, infos_by_reader
 from jetrl_compile.integrations.vllm.settings import Reports, Settings
 from jetrl_compile.integrations.vllm.spelling import spell_norms
+from jetrl_compile.integrations.vllm.spelling_rope import spell_rope
 from jetrl_compile.kernels import ops
 from jetrl_compile.kernels.dispatch import GemmShape
 from jetrl_compile.kernels.gemm_parts import gemm_parts
@@ -75,7 +76,9 @@ def run_passes(
     Raises:
         LoweringError: A pass changed the precision flow.
     """
-    spelled = spell_norms(graph) if spell else 0
+    changes = {"spell_norms": 0, "spell_rope": 0}
+    if spell:
+        changes = {"spell_norms": spell_norms(graph), "spell_rope": spell_rope(graph)}
     entries = {"phase": "rollout", "recipe": settings.recipe.name, **(meta or {})}
     context = EngineContext(
         graph,
@@ -87,7 +90,6 @@ def run_passes(
         fuse=settings.fuse,
     )
     context.attributes = attributes
-    changes = {"spell_norms": spelled}
     for name, run in _PASSES:
         changes[name] = run(context)
     assert context.final is not None
