@@ -14,7 +14,7 @@ BACKEND = "jetrl"
 WHOLE_GRAPH = "jetrl_compile.integrations.vllm.whole_graph.backend"
 
 
-def set_up(engine: Any, settings: Settings, reports: Reports) -> None:
+def set_up(engine: Any, settings: Settings, reports: Reports) -> bool:
     """Add the pass to vLLM's compilation; called before the model's layers are made.
 
     In vLLM's own mode (3) the pass runs inside Inductor on each piece. In mode 2 with
@@ -24,6 +24,9 @@ def set_up(engine: Any, settings: Settings, reports: Reports) -> None:
         engine: vLLM's config of the engine.
         settings: Of the engine.
         reports: Where the pass puts what it did.
+
+    Returns:
+        Whether the pass will run.
 
     Raises:
         ModelError: The config has another pass where this one must be.
@@ -37,7 +40,8 @@ def set_up(engine: Any, settings: Settings, reports: Reports) -> None:
                 "'jetrl' runs its pass there; take it out"
             )
         config.inductor_compile_config[HOOK] = EnginePass(settings, reports)
-    elif config.backend == BACKEND:
+        return True
+    if config.backend in (BACKEND, WHOLE_GRAPH):
         from jetrl_compile.integrations.vllm import whole_graph
 
         whole_graph.prepare(settings, reports)
@@ -47,3 +51,5 @@ def set_up(engine: Any, settings: Settings, reports: Reports) -> None:
         vllm.ir.set_default_torch_wrap(True)
         if config.custom_ops == ["all"]:
             config.custom_ops[:] = ["none"]
+        return True
+    return False

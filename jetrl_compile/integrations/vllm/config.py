@@ -33,6 +33,7 @@ class JetRLConfig(QuantizationConfig):
         given: Settings of the checkpoint's `quantization_config`.
         state: Of the model's weights.
         reports: What the passes did, a `CompileReport` a compiled graph.
+        fused: Whether vLLM compiles the model, so that the passes run.
     """
 
     def __init__(self, given: dict[str, Any] | None = None) -> None:
@@ -40,6 +41,7 @@ class JetRLConfig(QuantizationConfig):
         self.given = dict(given or {})
         self.state = WeightState()
         self.reports = Reports()
+        self.fused = False
         self._settings: Settings | None = None
 
     def get_name(self) -> Any:
@@ -70,7 +72,7 @@ class JetRLConfig(QuantizationConfig):
         if self._settings is None:
             engine = get_current_vllm_config()
             self._settings = read_settings(self.given, engine)
-            set_up(engine, self._settings, self.reports)
+            self.fused = set_up(engine, self._settings, self.reports)
         return self._settings
 
     def get_quant_method(

@@ -18,11 +18,14 @@ class WeightState:
     Attributes:
         layers: The layouts of the quantized layers, by their names in the engine.
         broken: Why the model must not generate although all weights came, or "".
+        pushing: Why it must not while a push of all weights is going on, or "".
+        pushing: Why it must not while a push of all weights is going on, or "".
     """
 
     def __init__(self) -> None:
         self.layers: dict[str, LayerLayout] = {}
         self.broken = ""
+        self.pushing = ""
         self._parts: set[str] = set()
         self._written: set[str] = set()
         self._bad: dict[str, Tensor] = {}
@@ -77,8 +80,9 @@ class WeightState:
         Raises:
             RefitError: A push failed, or is not complete.
         """
-        if self.broken:
-            raise RefitError(f"the model refuses to generate: {self.broken}")
+        if self.broken or self.pushing:
+            why = self.broken or self.pushing
+            raise RefitError(f"the model refuses to generate: {why}")
         if self._written:
             missing = self.missing
             raise RefitError(

@@ -1,0 +1,87 @@
+"""What a loaded model of vLLM's knows of itself: its config, its weights' names."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from jetrl_compile.errors import ModelError
+from jetrl_compile.integrations.vllm.layout import LayerLayout, Part
+from jetrl_compile.integrations.vllm.storage import LAYOUT, quantized_layers
+
+
+def config_of(model: nn.Module) -> Any:
+    """Return the quantization config `jetrl` of a loaded model.
+
+    Raises:
+        ModelError: The model was loaded without it.
+    """
+    for layer in model.modules():
+        config = getattr(layer, "quant_config", None)
+        if config is not None and hasattr(config, "state"):
+            return config
+    raise ModelError(
+        f"{type(model).__name__} was loaded without quantization='jetrl'; give it to LLM"
+    )
+
+
+def parts_of(model: nn.Module) -> dict[str, tuple[nn.Module, Part]]:
+    """Return, for each Hugging Face layer in FP8, the layer that holds it and where."""
+    found = {}
+    for layer in quantized_layers(model).values():
+        layout: LayerLayout = getattr(layer, LAYOUT)
+        for part in layout.parts:
+            found[part.name] = (layer, part)
+    return found
+
+
+def plain_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters that are no part of FP8 storage, by vLLM's names."""
+    stored = {
+        id(parameter)
+        for layer in quantized_layers(model).values()
+        for name, parameter in layer.named_parameters(recurse=False)
+        if name != "bias"
+    }
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in stored
+    }
+
+
+def checkpoint_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a checkpoint of the model: names and shapes.
+
+    A tied weight comes once. With tensor parallelism shapes are those of the whole
+    weights where this project stores them; of others the shard's, an upper bound of
+    nothing: only their number of dimensions is known.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    layers = quantized_layers(model)
+    modules = dict(model.named_modules())
+    for _, (_, part) in parts_of(model).items():
+        shapes[f"{part.name}.weight"] = part.shape
+    for name, parameter in plain_parameters(model).items():
+        path, _, leaf = name.rpartition(".")
+        if path in layers:
+            layout: LayerLayout = getattr(layers[path], LAYOUT)
+            for part in layout.parts:
+                shapes[f"{part.name}.{leaf}"] = part.shape[:1]
+            continue
+        rows = getattr(modules.get(path), "org_vocab_size", None)
+        shape = tuple(parameter.shape)
+        shapes[name] = shape if rows is None else (int(rows), *shape[1:])
+    return shapes
+
+
+def attention_facts(model: nn.Module) -> Mapping[str, Mapping[str, Any]]:
+    """Return what attentions do, which vLLM's graph does not show, by module."""
+    found = {}
+    for name, layer in model.named_modules():
+        implementation = getattr(layer, "impl", None)
+        scale = getattr(implementation, "scale", None)
+        if scale is not None and hasattr(layer, "kv_cache_dtype"):
+            dtype = str(layer.kv_cache_dtype)
+            found[name] = {"scale": float(scale), "kv_cache_dtype": dtype}
+    return found
