@@ -20,9 +20,7 @@ def config_of(model: nn.Module) -> Any:
         config = getattr(layer, "quant_config", None)
         if config is not None and hasattr(config, "state"):
             return config
-    raise ModelError(
-        f"{type(model).__name__} was loaded without quantization='jetrl'; give it to LLM"
-    )
+    raise ModelError(f"{type(model).__name__} was loaded without quantization='jetrl'")
 
 
 def parts_of(model: nn.Module) -> dict[str, tuple[nn.Module, Part]]:

@@ -46,8 +46,8 @@ def refit_model(
         missing = state.missing
         state.pushing = f"a push of weights did not write {missing[0]}"
         raise RefitError(
-            f"the engine wrote {len(given)} tensors, and not {len(missing)} FP8 layers, "
-            f"first {missing[0]}; the model refuses to generate until a complete push"
+            f"the engine wrote {len(given)} tensors, and not {len(missing)} FP8 layers,"
+            f" first {missing[0]}; the model refuses to generate until a complete push"
         )
     state.pushing = ""
     return len(given)

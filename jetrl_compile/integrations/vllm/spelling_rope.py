@@ -44,7 +44,8 @@ def _match(node: Node) -> tuple[Node, Node, Node] | None:
     """Return x, cos and sin, of half of x's width, if a node is a rotary embedding."""
     if not calls(node, aten.cat.default) or len(node.args) < 2:
         return None
-    halves, dim = node.args[:2]
+    halves: Any = node.args[0]
+    dim = node.args[1]
     if not isinstance(halves, (list, tuple)) or len(halves) != 2:
         return None
     first, second = halves

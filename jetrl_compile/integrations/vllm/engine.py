@@ -1,0 +1,140 @@
+"""What people do with a live engine: its graph, a refit, the check against a trainer.
+
+All functions take vLLM's `LLM`. They run inside its workers: in this process with
+`VLLM_ENABLE_V1_MULTIPROCESSING=0`; with workers of their own vLLM asks for
+`VLLM_ALLOW_INSECURE_SERIALIZATION=1` before it sends them functions.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jetrl_compile.captured_graph import CapturedGraph
+from jetrl_compile.containment import ContainmentReport, check_containment
+from jetrl_compile.graph_json import graph_from_json, graph_to_json
+from jetrl_compile.integrations.vllm.live_model import attention_facts, config_of
+from jetrl_compile.precision_graph import PrecisionGraph
+
+Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+
+def engine_graph(llm: Any) -> PrecisionGraph:
+    """Return the precision graph that a live engine runs, its output head included.
+
+    With tensor parallelism it is the first rank's.
+
+    Args:
+        llm: vLLM's LLM, loaded with `quantization="jetrl"`.
+
+    Raises:
+        ModelError: The model was loaded otherwise, or cannot be traced.
+        LoweringError: What vLLM compiled is not what the model says.
+    """
+    document = llm.apply_model(_graph_document)[0]
+    return graph_from_json(document)
+
+
+def captured_graph(llm: Any) -> CapturedGraph:
+    """Return a live engine's graph before the passes, as data for a fixture."""
+    captured: CapturedGraph = llm.apply_model(_captured)[0]
+    return captured
+
+
+def refit(llm: Any, weights: Weights) -> int:
+    """Push all weights of a trainer into a live engine, all or nothing.
+
+    Prefix caches hold keys and values of the old weights, and are dropped.
+
+    Args:
+        llm: vLLM's LLM, loaded with `quantization="jetrl"`.
+        weights: The trainer's parameters by Hugging Face's names, such as
+            `trainer.named_parameters()`.
+
+    Returns:
+        The number of tensors that were pushed.
+
+    Raises:
+        RefitError: As `jetrl_compile.integrations.vllm.refit.refit_model`.
+    """
+    given = {name: tensor.detach() for name, tensor in dict(weights).items()}
+    count: int = llm.apply_model(partial(_refit, given))[0]
+    llm.reset_prefix_cache()
+    return count
+
+
+def check_engine(
+    llm: Any,
+    trainer: nn.Module,
+    *,
+    recipe: str = "jetrl",
+    providers: tuple[str, ...] | None = None,
+) -> ContainmentReport:
+    """Check levels 1 to 3 of a live engine against a trainer's model.
+
+    Args:
+        llm: vLLM's LLM, loaded with `quantization="jetrl"`.
+        trainer: The trainer's model, BF16 or FP32 masters.
+        recipe: The trainer's recipe.
+        providers: The trainer's GEMM providers; None: as the engine's device orders
+            them.
+    """
+    from jetrl_compile.kernels.dispatch import default_providers
+    from jetrl_compile.tracing import trace_model
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    train = trace_model(
+        trainer,
+        phase="train",
+        recipe=recipe,
+        providers=providers or default_providers(device),
+    )
+    report = check_containment(engine_graph(llm), train)
+    weights = {name: p.detach() for name, p in trainer.named_parameters()}
+    for result, differences in llm.apply_model(partial(_bytes, weights)):
+        report = report.with_level(result, differences)
+        if differences:
+            break
+    return report
+
+
+def _graph_document(model: nn.Module) -> Any:
+    return graph_to_json(_live(model).graph)
+
+
+def _captured(model: nn.Module) -> CapturedGraph:
+    return _live(model).captured  # type: ignore[no-any-return]
+
+
+def _live(model: nn.Module) -> Any:
+    import vllm.ir
+    from vllm.distributed import get_tensor_model_parallel_world_size
+
+    from jetrl_compile.integrations.vllm.live_graph import trace_live
+
+    config = config_of(model)
+    ranks = get_tensor_model_parallel_world_size()
+    with vllm.ir.enable_torch_wrap(config.fused):
+        return trace_live(
+            model,
+            config.settings(),
+            fused=config.fused,
+            reports=config.reports,
+            attributes=attention_facts(model),
+            head=ranks == 1,
+            meta={"engine": "vllm", "tensor_parallel": str(ranks)},
+        )
+
+
+def _refit(weights: Mapping[str, Tensor], model: nn.Module) -> int:
+    from jetrl_compile.integrations.vllm.refit import refit_model
+
+    return refit_model(model, weights)
+
+
+def _bytes(weights: Mapping[str, Tensor], model: nn.Module) -> Any:
+    from jetrl_compile.integrations.vllm.live_bytes import check_live_bytes
+
+    return check_live_bytes(model, weights)
