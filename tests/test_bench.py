@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from jetrl_compile.bench import models, runs, torchao, warm
 from jetrl_compile.bench.compare_ways import Plan, compare_ways
+from jetrl_compile.bench.kernels import KERNELS, measure_kernels
 from jetrl_compile.bench.results import Row, compare
 from jetrl_compile.bench.steps import (
     Shape,
@@ -311,3 +312,14 @@ def test_stack_on_a_gpu(config: str, graphs: str) -> None:
     assert not [row.note for row in rows if row.failed]
     train = [row for row in rows if row.case.startswith("forward+backward")]
     assert all(row.values["peak GiB"] > 0 for row in train)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+def test_kernels_on_a_gpu() -> None:
+    device = torch.device("cuda")
+    rows = measure_kernels([(256, 512)], device, 3, lambda _: None, sample_ms=1.0)
+    assert len(rows) == 1 + len(KERNELS)
+    assert not [row.note for row in rows if row.failed]
+    # Each was captured; its replays read buffers that are still there.
+    assert not [row.note for row in rows[1:] if row.note]

@@ -222,7 +222,11 @@ def _replayed(work: Callable[[], object]) -> tuple[Callable[[], object], str]:
                 work()
     except Exception as error:
         return work, f"launched one by one: {failure(error)}"
-    return graph.replay, ""
+
+    def replay(work: Callable[[], object] = work) -> None:
+        graph.replay()  # reads the buffers that `work` holds
+
+    return replay, ""
 
 
 def _copy(size: int, device: torch.device) -> tuple[Callable[[], object], int]:
