@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jetrl_compile.bytes_check import check_bytes
+from jetrl_compile.bytes_check import compare_bytes
 from jetrl_compile.containment import (
     ContainmentReport,
     Difference,
@@ -17,6 +17,7 @@ from jetrl_compile.containment import (
 )
 from jetrl_compile.errors import LoweringError, ModelError
 from jetrl_compile.layers import compile_layers, decoder_layers
+from jetrl_compile.mismatch import TensorGap, operator_gaps
 from jetrl_compile.pipeline import CompileReport
 from jetrl_compile.precision_graph import PrecisionGraph
 from jetrl_compile.recipe import Recipe, get_recipe
@@ -36,12 +37,17 @@ class Audit:
         rollout_graph: The precision graph of the rollout model's graph.
         log_prob_gap: |rollout - train| of each token's log-prob, (B, L - 1), FP32,
             nats; 0 where masked out.
+        stored: How much of each tensor that the rollout model stores is not what the
+            trainer's weights give (level 3).
+        operators: How much of each operator's value differs, in execution order.
     """
 
     report: ContainmentReport
     train_graph: PrecisionGraph
     rollout_graph: PrecisionGraph
     log_prob_gap: Tensor
+    stored: tuple[TensorGap, ...] = ()
+    operators: tuple[TensorGap, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,11 +104,14 @@ def audit(
     say("comparing structure and flow")
     report = check_containment(roll.graph, train.graph)
     say("comparing the bytes of the weights")
-    report = report.with_level(*check_bytes(trainer, rollout))
+    result, differences, stored = compare_bytes(trainer, rollout)
+    report = report.with_level(result, differences)
     say("comparing log-probs")
     gap = _gap(roll.logits, train.logits, input_ids, attention_mask)
     report = report.with_level(*_check_logits(train, roll, gap, tolerance, report))
-    return Audit(report, train.graph, roll.graph, gap)
+    order = [op.name for op in train.graph.operators if op.phase == "forward"]
+    operators = operator_gaps(order, train.values, roll.values)
+    return Audit(report, train.graph, roll.graph, gap, stored, operators)
 
 
 def _run(model: nn.Module, inputs: dict[str, Tensor], options: dict[str, Any]) -> _Run:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from jetrl_compile.containment import Difference, LevelResult
 from jetrl_compile.errors import ModelError
+from jetrl_compile.mismatch import TensorGap
 from jetrl_compile.rollout import QuantizedLinear
 
 
@@ -39,15 +40,31 @@ def check_bytes(
     Raises:
         ModelError: The trainer lacks a parameter that the rollout model stores.
     """
-    differences = []
-    count = 0
+    result, differences, _ = compare_bytes(trainer, rollout)
+    return result, differences
+
+
+def compare_bytes(
+    trainer: nn.Module, rollout: nn.Module
+) -> tuple[LevelResult, list[Difference], tuple[TensorGap, ...]]:
+    """Compare as `check_bytes` does, and say of every tensor how much of it differs.
+
+    Args:
+        trainer: The trainer's model, BF16 or FP32 masters.
+        rollout: From `make_rollout_model`, perhaps refitted.
+
+    Raises:
+        ModelError: The trainer lacks a parameter that the rollout model stores.
+    """
+    differences, gaps = [], []
     for pair in _pairs(trainer, rollout):
-        count += 1
-        found = _compare(pair)
+        found, differ = _compare(pair)
         if found is not None:
             differences.append(found)
+        gaps.append(TensorGap(pair.name, differ, pair.stored.numel()))
     status = "failed" if differences else "passed"
-    return LevelResult(3, status, counts={"tensors": count}), differences
+    result = LevelResult(3, status, counts={"tensors": len(gaps)})
+    return result, differences, tuple(gaps)
 
 
 def _pairs(trainer: nn.Module, rollout: nn.Module) -> Iterable[_Pair]:
@@ -75,7 +92,8 @@ def _master(masters: Mapping[str, Tensor], name: str) -> Tensor:
     return masters[name].detach()
 
 
-def _compare(pair: _Pair) -> Difference | None:
+def _compare(pair: _Pair) -> tuple[Difference | None, int]:
+    """The difference of a pair, and how many of its elements differ."""
     stored, wanted = pair.stored, pair.wanted
     facts = [
         ("dtype", str(stored.dtype), str(wanted.dtype)),
@@ -86,11 +104,11 @@ def _compare(pair: _Pair) -> Difference | None:
     for attribute, found, needed in facts:
         if found != needed:
             what = f"{attribute} is {found} in rollout, {needed} in training"
-            return _difference(pair, attribute, found, needed, what)
+            return _difference(pair, attribute, found, needed, what), stored.numel()
     differ = _bits(stored) != _bits(wanted)
     count = int(differ.sum())
     if not count:
-        return None
+        return None, 0
     first = tuple(int(i) for i in differ.nonzero()[0])
     values = (tensor[first].float().item() for tensor in (stored, wanted))
     found, needed = (f"{value:g}" for value in values)
@@ -98,7 +116,7 @@ def _compare(pair: _Pair) -> Difference | None:
         f"{count} of {differ.numel()} elements ({count / differ.numel():.2%}) differ, "
         f"first {list(first)}: {found} in rollout, {needed} in training"
     )
-    return _difference(pair, "bytes", None, None, what)
+    return _difference(pair, "bytes", None, None, what), count
 
 
 def _difference(

@@ -24,9 +24,28 @@ def write_text(path: Path | str, text: str) -> None:
         OutputError: The folder does not exist, is read-only or full, or the text has
             lone surrogates, which UTF-8 cannot hold.
     """
-    target = Path(os.path.realpath(path))
     try:
         data = text.encode()
+    except UnicodeEncodeError as error:
+        raise OutputError(
+            f"cannot write {path}: its text has {error.object[error.start]!r}, which "
+            "UTF-8 cannot hold; rename what holds it"
+        ) from error
+    write_bytes(path, data)
+
+
+def write_bytes(path: Path | str, data: bytes) -> None:
+    """Write a file as `write_text` does.
+
+    Args:
+        path: Where to write; its folder must exist.
+        data: The whole content.
+
+    Raises:
+        OutputError: The folder does not exist, is read-only or full.
+    """
+    target = Path(os.path.realpath(path))
+    try:
         if target.exists() and not target.is_file() and not target.is_dir():
             target.write_bytes(data)
             return
@@ -36,11 +55,6 @@ def write_text(path: Path | str, text: str) -> None:
         raise OutputError(
             f"cannot write {path}: {reason}; name a file in a folder that exists and "
             "can be written"
-        ) from error
-    except UnicodeEncodeError as error:
-        raise OutputError(
-            f"cannot write {path}: its text has {error.object[error.start]!r}, which "
-            "UTF-8 cannot hold; rename what holds it"
         ) from error
 
 

@@ -44,6 +44,12 @@ def command(
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write the report here."),
     ] = None,
+    pictures: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Write pictures of the mismatch and a page here."
+        ),
+    ] = None,
 ) -> None:
     """Check structure, flow, bytes and log-probs of a trainer and its rollout model.
 
@@ -70,6 +76,11 @@ def command(
         found = audit(
             model, pair, tokens, recipe=recipe, tolerance=tolerance, progress=step
         )
+        if pictures is not None:
+            from jetrl_compile.show.audit_files import write_audit
+
+            step(f"drawing into {pictures}")
+            write_audit(found, pictures)
     write_output(render(found.report, report_format.value), output)
     if output is not None:
         typer.echo(f"{found.report.verdict()}; the report is in {output}")

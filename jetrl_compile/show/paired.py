@@ -4,7 +4,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
-from jetrl_compile.containment import check_containment, diff_graphs
+from jetrl_compile.containment import (
+    ContainmentReport,
+    check_containment,
+    diff_graphs,
+)
 from jetrl_compile.differences import Difference
 from jetrl_compile.errors import PrecisionFlowError
 from jetrl_compile.formats import Flow
@@ -87,7 +91,11 @@ class Paired:
     verdict: str = ""
 
 
-def pair_graphs(graphs: Sequence[PrecisionGraph], titles: Sequence[str]) -> Paired:
+def pair_graphs(
+    graphs: Sequence[PrecisionGraph],
+    titles: Sequence[str],
+    report: ContainmentReport | None = None,
+) -> Paired:
     """Put one graph, or two by name, into one list.
 
     A rollout graph and a training graph (by their meta key "phase", in either order)
@@ -96,6 +104,8 @@ def pair_graphs(graphs: Sequence[PrecisionGraph], titles: Sequence[str]) -> Pair
     Args:
         graphs: One or two.
         titles: What each is called.
+        report: Of the rollout graph and the training graph, where it is known: an
+            audit's has levels 3 and 4 too.
 
     Returns:
         The list; a rollout graph comes first.
@@ -106,7 +116,11 @@ def pair_graphs(graphs: Sequence[PrecisionGraph], titles: Sequence[str]) -> Pair
         order, phases = [1, 0], ["rollout", "train"]
     picked = [graphs[index] for index in order]
     names = tuple(titles[index] for index in order)
-    differences, verdict = _compare(picked, names, phases == ["rollout", "train"])
+    if report is None:
+        contained = phases == ["rollout", "train"]
+        differences, verdict = _compare(picked, names, contained)
+    else:
+        differences, verdict = report.differences, report.verdict()
     at: dict[tuple[str, str], list[int]] = {}
     for number, item in enumerate(differences):
         at.setdefault((item.operator, item.operand), []).append(number)
