@@ -452,4 +452,8 @@ def test_pictures_are_shown(browser: Browser, tmp_path: Path) -> None:
     tab.goto(path.as_uri())
     tab.wait_for_function("document.querySelector('#pictures img').naturalWidth > 100")
     assert tab.inner_text("#pictures figcaption") == "the gap <b>by</b> position"
+    small = tab.evaluate("document.querySelector('#pictures img').clientWidth")
+    tab.click("#pictures button")
+    large = tab.evaluate("document.querySelector('#pictures img').clientWidth")
+    assert large > 2 * small
     tab.close()

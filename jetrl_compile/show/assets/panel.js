@@ -213,7 +213,11 @@
       const image = make("img");
       image.src = picture.data;
       image.alt = picture.caption;
-      figure.append(image, make("figcaption", picture.caption));
+      const button = make("button");
+      button.type = "button";
+      button.append(image);
+      button.addEventListener("click", () => button.classList.toggle("large"));
+      figure.append(button, make("figcaption", picture.caption));
       byId("pictures").querySelector("div").append(figure);
     }
   }
