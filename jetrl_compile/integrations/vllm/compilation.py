@@ -7,6 +7,7 @@ from vllm.config import CompilationMode
 
 from jetrl_compile.errors import ModelError
 from jetrl_compile.integrations.vllm.compile_pass import EnginePass
+from jetrl_compile.integrations.vllm.norms import prefer_norms
 from jetrl_compile.integrations.vllm.settings import Reports, Settings
 
 HOOK = "joint_custom_pre_pass"
@@ -18,7 +19,8 @@ def set_up(engine: Any, settings: Settings, reports: Reports) -> bool:
     """Add the pass to vLLM's compilation; called before the model's layers are made.
 
     In vLLM's own mode (3) the pass runs inside Inductor on each piece. In mode 2 with
-    backend="jetrl" the model is one graph, and the pass is the backend's.
+    backend="jetrl" the model is one graph, and the pass is the backend's. A model that
+    runs eagerly has the trainer's norms as implementations of vLLM IR.
 
     Args:
         engine: vLLM's config of the engine.
@@ -46,10 +48,17 @@ def set_up(engine: Any, settings: Settings, reports: Reports) -> bool:
 
         whole_graph.prepare(settings, reports)
         config.backend = WHOLE_GRAPH
-        # As with Inductor: norms stay operators of vLLM IR that the pass can read,
-        # and other operators are written in PyTorch.
+        # As with Inductor: norms stay operators of vLLM IR that the pass can read.
         vllm.ir.set_default_torch_wrap(True)
-        if config.custom_ops == ["all"]:
-            config.custom_ops[:] = ["none"]
+        _write_operators_in_torch(config)
         return True
+    if config.mode == CompilationMode.NONE:
+        prefer_norms()
+        _write_operators_in_torch(config)
     return False
+
+
+def _write_operators_in_torch(config: Any) -> None:
+    """Leave out vLLM's own kernels, which round elsewhere than the trainer."""
+    if config.custom_ops == ["all"]:
+        config.custom_ops[:] = ["none"]

@@ -79,6 +79,7 @@ def trace_live(
     def compile_graph(gm: GraphModule, inputs: Sequence[Any]) -> Any:
         if fused:
             functionalize_norms(gm)
+        _name_head(gm)
         infos = placeholder_infos(gm, inputs, "")
         shapes = [getattr(value, "shape", None) for value in inputs]
 
@@ -111,6 +112,20 @@ def _read(
     own = settings if fused else replace(settings, fuse=False)
     report = run_passes(lowered.graph, own, known, attributes, meta, spell=fused)
     return LiveGraph(report.graph, captured, 0, report.changes)
+
+
+def _name_head(gm: GraphModule) -> None:
+    """Say that the logits are made by the output head, which may share its weight."""
+    for node in gm.graph.nodes:
+        stack = node.meta.get("nn_module_stack")
+        if not stack:
+            continue
+        key = next(reversed(stack))
+        path, kind = stack[key]
+        name = kind if isinstance(kind, str) else kind.__name__
+        if name.rpartition(".")[2] == "LogitsProcessor":
+            base = path.replace("logits_processor", "lm_head")
+            node.meta["nn_module_stack"] = {**stack, key: (base, kind)}
 
 
 def _to_aten(

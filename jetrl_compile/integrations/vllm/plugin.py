@@ -6,5 +6,7 @@ def register() -> None:
     from vllm.model_executor.layers.quantization import register_quantization_config
 
     from jetrl_compile.integrations.vllm.config import NAME, JetRLConfig
+    from jetrl_compile.integrations.vllm.norms import register_norms
 
+    register_norms()
     register_quantization_config(NAME)(JetRLConfig)
