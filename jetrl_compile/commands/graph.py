@@ -34,6 +34,12 @@ def command(
     recipe: Annotated[
         str, typer.Option(metavar="NAME", help="`jetrl doctor` lists the recipes.")
     ] = "jetrl",
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Load the model into this engine (vllm), and ask it."
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write the graph here."),
@@ -42,15 +48,24 @@ def command(
         bool, typer.Option("--json", help="Print the summary as JSON.")
     ] = False,
 ) -> None:
-    """Build a model's precision graph without its weights and without a GPU."""
+    """Build a model's precision graph without its weights and without a GPU.
+
+    With --engine it is the graph that a live engine runs, for which the engine is
+    started here with random weights.
+    """
     with progress("loading"):
         from jetrl_compile.graph_json import write_graph
         from jetrl_compile.graph_summary import summarize, summary_json
         from jetrl_compile.tracing import trace_config
     with progress(f"tracing {config_dir}") as step:
-        graph = trace_config(
-            config_dir, phase=phase.value, recipe=recipe, progress=step
-        )
+        if engine is not None:
+            from jetrl_compile.engines import load_engine
+
+            graph = load_engine(engine).graph(config_dir, recipe=recipe, progress=step)
+        else:
+            graph = trace_config(
+                config_dir, phase=phase.value, recipe=recipe, progress=step
+            )
         if output is not None:
             step(f"writing {output}")
             write_graph(graph, output)

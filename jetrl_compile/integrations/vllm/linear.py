@@ -16,19 +16,16 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.parameter import ModelWeightParameter
 
 from jetrl_compile.errors import ModelError
-from jetrl_compile.formats import Flow
 from jetrl_compile.integrations.vllm.layout import LayerLayout, make_layout
+from jetrl_compile.integrations.vllm.quantized_linear import quantized_linear
 from jetrl_compile.integrations.vllm.storage import (
     LAYOUT,
     LOADED,
     counting,
-    scales_of,
     store,
 )
 from jetrl_compile.integrations.vllm.weight_state import WeightState
-from jetrl_compile.kernels import ops
 from jetrl_compile.kernels.dispatch import GemmShape, default_providers, select
-from jetrl_compile.kernels.gemm_parts import gemm_parts
 from jetrl_compile.recipe import GemmFlows
 
 PROVIDER = "jetrl_provider"  # attribute of a layer
@@ -141,33 +138,5 @@ class JetRLLinearMethod(LinearMethodBase):
         self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None
     ) -> Tensor:
         """Return x w^T + bias in BF16, the bias added to the rounded product."""
-        layout: LayerLayout = getattr(layer, LAYOUT)
-        flow_x, flow_w = self.flows.fprop_x, self.flows.fprop_w
-        flat = x if x.dim() == 2 else x.reshape(-1, layout.cols)
-        codes, scales = ops.quantize(
-            flat, *_region(flow_x), False, *_scale(flow_x), None
-        )
-        numbers = (*_region(flow_x), *_region(flow_w))
-        last = (torch.bfloat16, getattr(layer, PROVIDER))
-        stored = (layer.weight, scales_of(layer))
-        if layout.is_one_matrix:
-            y: Tensor = ops.gemm(codes, scales, *stored, *numbers, *last)
-        else:
-            rows = [part.rows for part in layout.parts]
-            y = gemm_parts(codes, scales, *stored, rows, *numbers, *last)
-        if bias is not None:
-            y = y + bias
-        if x.dim() != 2:
-            y = y.reshape(*x.shape[:-1], layout.rows)
-        return y
-
-
-def _region(flow: Flow) -> tuple[int, int]:
-    assert flow.granularity is not None
-    return flow.granularity.rows, flow.granularity.cols
-
-
-def _scale(flow: Flow) -> tuple[str, float]:
-    assert flow.scale_format is not None
-    assert flow.amax_floor is not None
-    return flow.scale_format, flow.amax_floor
+        provider: str = getattr(layer, PROVIDER)
+        return quantized_linear(layer, x, bias, self.flows, provider)

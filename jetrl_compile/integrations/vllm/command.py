@@ -1,0 +1,128 @@
+"""What `jetrl graph --engine vllm` and `jetrl audit --engine vllm` run."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jetrl_compile.containment import Difference, LevelResult
+from jetrl_compile.engines import EngineAudit
+from jetrl_compile.errors import ModelError, one_line
+from jetrl_compile.integrations.vllm.engine import check_engine, engine_graph
+from jetrl_compile.integrations.vllm.log_probs import (
+    gap_metrics,
+    sample,
+    trainer_log_probs,
+)
+from jetrl_compile.precision_graph import PrecisionGraph
+
+Progress = Callable[[str], None]
+GPU_MEMORY = 0.4  # of the GPU, for the engine: the trainer needs the rest
+
+
+def load(folder: Path | str, recipe: str, **settings: Any) -> Any:
+    """Return vLLM's LLM of a folder, in this process.
+
+    Args:
+        folder: A Hugging Face model.
+        recipe: The recipe's name.
+        **settings: More arguments of LLM.
+
+    Raises:
+        ModelError: vLLM cannot be imported.
+    """
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        raise ModelError(
+            f"vLLM cannot be imported: {one_line(error)}; install it with "
+            "pip install 'jetrl-compile[vllm]'"
+        ) from error
+
+    chosen: dict[str, Any] = {
+        "quantization": "jetrl",
+        "additional_config": {"jetrl": {"recipe": recipe}},
+        "skip_tokenizer_init": True,
+        "gpu_memory_utilization": GPU_MEMORY,
+        "max_model_len": 4096,
+        "compilation_config": {"cudagraph_capture_sizes": [1, 8]},
+    }
+    return LLM(model=str(folder), **{**chosen, **settings})
+
+
+def graph(
+    folder: Path | str, *, recipe: str = "jetrl", progress: Progress | None = None
+) -> PrecisionGraph:
+    """Load a model into vLLM with random weights; return the graph that it runs.
+
+    Args:
+        folder: With a `config.json`; weights are not read.
+        recipe: The recipe's name.
+        progress: Called with a line before each step.
+    """
+    say = progress or (lambda _: None)
+    say(f"loading {folder} into vLLM")
+    llm = load(folder, recipe, load_format="dummy")
+    say("tracing the live model")
+    return engine_graph(llm)
+
+
+def audit(
+    folder: Path | str,
+    *,
+    recipe: str = "jetrl",
+    sequences: int = 2,
+    length: int = 64,
+    seed: int = 0,
+    tolerance: float = 0.0,
+    progress: Progress | None = None,
+) -> EngineAudit:
+    """Check all four levels of vLLM's model of a folder against the trainer's.
+
+    The engine samples answers to random prompts at temperature 1; the trainer, compiled
+    with the same recipe, scores them.
+
+    Args:
+        folder: A Hugging Face model with weights.
+        recipe: The recipe's name.
+        sequences: Sequences to sample.
+        length: Tokens a sequence.
+        seed: Of prompts and sampling.
+        tolerance: Largest log-prob gap in nats that passes level 4.
+        progress: Called with a line before each step.
+    """
+    from jetrl_compile.layers import compile_layers
+    from jetrl_compile.model_loading import load_causal_model
+
+    say = progress or (lambda _: None)
+    say(f"loading {folder} into vLLM")
+    llm = load(folder, recipe)
+    say("loading the trainer")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    trainer: Any = load_causal_model(folder).to(device, torch.bfloat16)
+    say("comparing structure, flow and bytes")
+    report = check_engine(llm, trainer, recipe=recipe)
+    say("sampling")
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = int(trainer.get_input_embeddings().weight.shape[0])
+    prompts = torch.randint(vocabulary, (sequences, 8), generator=generator).tolist()
+    sampled = sample(llm, prompts, length, seed=seed)
+    say("scoring with the trainer")
+    compile_layers(trainer, recipe=recipe)
+    train = trainer_log_probs(trainer, sampled)
+    gap = (train - sampled.log_probs).abs()
+    largest = float(gap[sampled.mask].max())
+    counts = {"tokens": int(sampled.mask.sum())}
+    differences = []
+    if not largest <= tolerance:  # NaN fails
+        message = (
+            f"log-probs of sampled tokens differ by up to {largest:.3g} nats, mean "
+            f"{float(gap[sampled.mask].mean()):.3g}"
+        )
+        differences = [Difference(4, "output", "values", None, None, message)]
+    status = "failed" if differences else "passed"
+    report = report.with_level(LevelResult(4, status, counts=counts), differences)
+    return EngineAudit(report, gap, gap_metrics(sampled, train))
