@@ -50,7 +50,7 @@ class Plan:
         run_ahead: As of `Clock`.
         forward_only: Whether the backward pass is left out.
         graphs: "none", "inductor" (compiled layers run under Inductor's CUDA graphs) or
-            "step" (each whole step of each way is one CUDA graph).
+            "step" (each step of each way is one CUDA graph).
         profile: Where to write a profile of `profile_way` at the first shape, or None.
         profile_way: Its name.
         say: Called with a line before each part.

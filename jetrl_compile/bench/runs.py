@@ -19,7 +19,13 @@ from jetrl_compile.bench.models import (
     make_model,
 )
 from jetrl_compile.bench.results import Results, Row, environment
-from jetrl_compile.bench.steps import Shape, layer_steps, parse_shape, stack_steps
+from jetrl_compile.bench.steps import (
+    Shape,
+    layer_steps,
+    layers_steps,
+    parse_shape,
+    stack_steps,
+)
 from jetrl_compile.bench.warm import compile_ahead, gemm_shapes
 from jetrl_compile.bench.ways import WaySpec, choose_ways
 from jetrl_compile.errors import ModelError
@@ -91,7 +97,7 @@ def _run_ways(
         profile_way=options.profile_way,
         say=say,
     )
-    make_steps = stack_steps
+    make_steps = layers_steps if options.graphs == "step" else stack_steps
     if kind == "layer":
         make_steps = layer_steps
         sample = LAYER_SAMPLE_MS if device.type == "cuda" else 0.0

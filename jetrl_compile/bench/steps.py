@@ -123,6 +123,42 @@ def layer_steps(model: Any, shape: Shape, device: torch.device, seed: int = 1) -
     return _steps(run, dy, [x, *layer.parameters()])
 
 
+def layers_steps(
+    model: Any, shape: Shape, device: torch.device, seed: int = 1
+) -> Steps:
+    """Return the steps of all decoder layers, called one after the other.
+
+    Without the model around them, which looks at values of its inputs on the CPU, they
+    can be captured as one CUDA graph. Input and other arguments: see `layer_steps`.
+
+    Args:
+        model: A Hugging Face causal model.
+        shape: Of the input.
+        device: Where the model is.
+        seed: Of input and gradient.
+
+    Raises:
+        ModelError: The model does not call one of its layers.
+    """
+    layers = list(decoder_layers(model).values())
+    given = [_arguments(model, layer, shape, device) for layer in layers]
+    generator = torch.Generator(device).manual_seed(seed)
+    size = (shape.batch, shape.length, model.config.hidden_size)
+    x = _gradient(size, device, generator).requires_grad_()
+
+    def run() -> Tensor:
+        hidden: Any = x
+        for layer, kwargs in zip(layers, given, strict=True):
+            result = layer(hidden, **kwargs)
+            hidden = result[0] if isinstance(result, tuple) else result
+        last: Tensor = hidden
+        return last
+
+    dy = _gradient(size, device, generator)
+    leaves = [p for layer in layers for p in layer.parameters()]
+    return _steps(run, dy, [x, *leaves])
+
+
 def _arguments(
     model: Any, layer: nn.Module, shape: Shape, device: torch.device
 ) -> dict[str, Any]:
@@ -140,7 +176,7 @@ def _arguments(
     finally:
         handle.remove()
     if not seen:
-        raise ModelError(f"{type(model).__name__} does not call its first layer")
+        raise ModelError(f"{type(model).__name__} does not call one of its layers")
     return seen[0]
 
 

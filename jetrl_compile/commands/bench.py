@@ -75,7 +75,7 @@ Rounds = Annotated[int, typer.Option(min=1, help="Samples of each.")]
 ForwardOnly = Annotated[bool, typer.Option(help="Leave the backward pass out.")]
 WithGraphs = Annotated[
     Graphs,
-    typer.Option(help="CUDA graphs: Inductor's, or each whole step as one."),
+    typer.Option(help="CUDA graphs: Inductor's, or one a step, of all layers."),
 ]
 Profile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Where the time of one way goes.")
