@@ -303,7 +303,7 @@ def test_errors_are_the_projects_own() -> None:
 
 
 def test_layers_alone_do_what_the_stack_does(config: str) -> None:
-    model = models.make_model(models.find_config(config), CPU)
+    model: Any = models.make_model(models.find_config(config), CPU)
     steps = layers_steps(model, Shape(2, 8), CPU)
     inputs: list[Tensor] = []
     handle = next(iter(decoder_layers(model).values())).register_forward_pre_hook(
@@ -311,7 +311,7 @@ def test_layers_alone_do_what_the_stack_does(config: str) -> None:
     )
     got = steps.forward()
     handle.remove()
-    body: Any = model.get_decoder()
+    body = model.get_decoder()
     with torch.no_grad():
         wanted = body(inputs_embeds=inputs[0], use_cache=False).last_hidden_state
         assert torch.equal(body.norm(got), wanted)
