@@ -6,11 +6,10 @@ import vllm.ir
 from vllm.config import CompilationMode
 
 from jetrl_compile.errors import ModelError
-from jetrl_compile.integrations.vllm.compile_pass import EnginePass
+from jetrl_compile.integrations.vllm.compile_pass import HOOK, EnginePass
 from jetrl_compile.integrations.vllm.norms import prefer_norms
 from jetrl_compile.integrations.vllm.settings import Reports, Settings
 
-HOOK = "joint_custom_pre_pass"
 BACKEND = "jetrl"
 WHOLE_GRAPH = "jetrl_compile.integrations.vllm.whole_graph.backend"
 

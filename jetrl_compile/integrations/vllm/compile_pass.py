@@ -31,6 +31,8 @@ from jetrl_compile.passes.fuse_quantize import fuse_quantize
 from jetrl_compile.passes.verify import verify
 from jetrl_compile.pipeline import CompileReport, source_hash
 
+HOOK = "joint_custom_pre_pass"  # of Inductor's config
+
 
 class EnginePass(CustomGraphPass):
     """The passes over a piece of a vLLM model.

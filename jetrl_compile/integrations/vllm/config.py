@@ -34,6 +34,7 @@ class JetRLConfig(QuantizationConfig):
         state: Of the model's weights.
         reports: What the passes did, a `CompileReport` a compiled graph.
         fused: Whether vLLM compiles the model, so that the passes run.
+        push_plan: Where pushed weights go, once it is known.
     """
 
     def __init__(self, given: dict[str, Any] | None = None) -> None:
@@ -42,6 +43,7 @@ class JetRLConfig(QuantizationConfig):
         self.state = WeightState()
         self.reports = Reports()
         self.fused = False
+        self.push_plan: Any = None
         self._settings: Settings | None = None
 
     def get_name(self) -> Any:

@@ -5,15 +5,17 @@ All functions take vLLM's `LLM`. They run inside its workers: in this process wi
 `VLLM_ALLOW_INSECURE_SERIALIZATION=1` before it sends them functions.
 """
 
+import contextlib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from jetrl_compile.captured_graph import CapturedGraph
 from jetrl_compile.containment import ContainmentReport, check_containment
+from jetrl_compile.errors import RefitError
 from jetrl_compile.graph_json import graph_from_json, graph_to_json
 from jetrl_compile.integrations.vllm.live_model import attention_facts, config_of
 from jetrl_compile.precision_graph import PrecisionGraph
@@ -60,9 +62,28 @@ def refit(llm: Any, weights: Weights) -> int:
         RefitError: As `jetrl_compile.integrations.vllm.refit.refit_model`.
     """
     given = {name: tensor.detach() for name, tensor in dict(weights).items()}
+    drop_requests(llm)
     count: int = llm.apply_model(partial(_refit, given))[0]
     llm.reset_prefix_cache()
     return count
+
+
+def drop_requests(llm: Any) -> int:
+    """Abort what is left of requests, as after a refusal; return how many.
+
+    vLLM prepares a step ahead: what a refused step left queued would fail once more.
+    """
+    engine = llm.llm_engine
+    left = list(engine.output_processor.request_states)
+    if not left:
+        return 0
+    engine.abort_request(left)
+    for _ in left:
+        if not engine.has_unfinished_requests():
+            break
+        with contextlib.suppress(RefitError):
+            engine.step()
+    return len(left)
 
 
 def check_engine(
@@ -84,20 +105,52 @@ def check_engine(
     from jetrl_compile.kernels.dispatch import default_providers
     from jetrl_compile.tracing import trace_model
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    train = trace_model(
-        trainer,
-        phase="train",
-        recipe=recipe,
-        providers=providers or default_providers(device),
+    live = engine_graph(llm)
+    train = trace_model(trainer, phase="train", recipe=recipe)
+    device = live.meta.get("device", "")
+    report = check_containment(
+        live, on_device(train, device, providers or default_providers(device))
     )
-    report = check_containment(engine_graph(llm), train)
     weights = {name: p.detach() for name, p in trainer.named_parameters()}
     for result, differences in llm.apply_model(partial(_bytes, weights)):
         report = report.with_level(result, differences)
         if differences:
             break
     return report
+
+
+def on_device(
+    graph: PrecisionGraph, device: str, providers: tuple[str, ...]
+) -> PrecisionGraph:
+    """Return a graph that was traced without a device, its fprop GEMMs run on one.
+
+    Args:
+        graph: Of `trace_model`.
+        device: Device type, such as "cuda".
+        providers: GEMM providers, the preferred one first.
+    """
+    from jetrl_compile.kernels.dispatch import GemmShape, select
+
+    operators = []
+    for op in graph.operators:
+        if op.kind == "gemm" and graph.is_fp8(op) and op.role.startswith("fprop"):
+            params = dict(op.params)
+            flows = {key: edge.flow for key, edge in graph.operands[op.name].items()}
+            shape = GemmShape(
+                role="fprop",
+                n=int(params["N"]),
+                k=int(params["K"]),
+                a=flows["x"],
+                b=flows["w"],
+                out_dtype="bf16",
+                device_type=device,
+            )
+            chosen = select(shape, providers).provider
+            op = replace(
+                op, provider=chosen.name, batch_invariant=chosen.batch_invariant
+            )
+        operators.append(op)
+    return replace(graph, operators=tuple(operators))
 
 
 def _graph_document(model: nn.Module) -> Any:
@@ -124,7 +177,11 @@ def _live(model: nn.Module) -> Any:
             reports=config.reports,
             attributes=attention_facts(model),
             head=ranks == 1,
-            meta={"engine": "vllm", "tensor_parallel": str(ranks)},
+            meta={
+                "engine": "vllm",
+                "tensor_parallel": str(ranks),
+                "device": next(model.parameters()).device.type,
+            },
         )
 
 

@@ -21,7 +21,7 @@ from jetrl_compile.errors import LoweringError, ModelError, one_line
 from jetrl_compile.graph_inputs import match_placeholders, placeholder_infos
 from jetrl_compile.integrations.vllm.compile_pass import capture_graph, run_passes
 from jetrl_compile.integrations.vllm.settings import Settings
-from jetrl_compile.integrations.vllm.whole_graph import functionalize_norms
+from jetrl_compile.integrations.vllm.spelling import functionalize_norms
 from jetrl_compile.pipeline import CompileReport
 from jetrl_compile.precision_graph import PrecisionGraph
 

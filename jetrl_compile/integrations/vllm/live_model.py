@@ -48,31 +48,6 @@ def plain_parameters(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def checkpoint_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a checkpoint of the model: names and shapes.
-
-    A tied weight comes once. With tensor parallelism shapes are those of the whole
-    weights where this project stores them; of others the shard's, an upper bound of
-    nothing: only their number of dimensions is known.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    layers = quantized_layers(model)
-    modules = dict(model.named_modules())
-    for _, (_, part) in parts_of(model).items():
-        shapes[f"{part.name}.weight"] = part.shape
-    for name, parameter in plain_parameters(model).items():
-        path, _, leaf = name.rpartition(".")
-        if path in layers:
-            layout: LayerLayout = getattr(layers[path], LAYOUT)
-            for part in layout.parts:
-                shapes[f"{part.name}.{leaf}"] = part.shape[:1]
-            continue
-        rows = getattr(modules.get(path), "org_vocab_size", None)
-        shape = tuple(parameter.shape)
-        shapes[name] = shape if rows is None else (int(rows), *shape[1:])
-    return shapes
-
-
 def attention_facts(model: nn.Module) -> Mapping[str, Mapping[str, Any]]:
     """Return what attentions do, which vLLM's graph does not show, by module."""
     found = {}

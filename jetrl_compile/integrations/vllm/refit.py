@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from jetrl_compile.errors import RefitError
-from jetrl_compile.integrations.vllm.live_model import checkpoint_shapes, config_of
+from jetrl_compile.integrations.vllm.live_model import config_of
+from jetrl_compile.integrations.vllm.push_plan import (
+    PushPlan,
+    make_plan,
+    write_plain,
+)
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -35,31 +40,40 @@ def refit_model(
             model is unchanged. Or a weight holds NaN or infinity, or a write failed:
             the model refuses to generate.
     """
-    given = dict(weights)
-    check_push(model, given)
+    given = {name: tensor.detach() for name, tensor in dict(weights).items()}
+    plan = plan_of(model)
+    check_push(plan, given)
     state = config_of(model).state
     state.pushing = "a push of weights was interrupted; push all weights"
-    loader: Any = model
     with torch.no_grad():
-        loader.load_weights(iter(given.items()))
-    if state.missing:
-        missing = state.missing
-        state.pushing = f"a push of weights did not write {missing[0]}"
-        raise RefitError(
-            f"the engine wrote {len(given)} tensors, and not {len(missing)} FP8 layers,"
-            f" first {missing[0]}; the model refuses to generate until a complete push"
-        )
+        for target in plan.layers:
+            target.write(given)
+        if plan.whole:
+            write_plain(plan, given)
+        else:  # vLLM knows how it shards them
+            loader: Any = model
+            loader.load_weights((n, t) for n, t in given.items() if n in plan.plain)
+    state.wrote_all({target.names: target.scales for target in plan.layers})
     state.pushing = ""
     return len(given)
 
 
-def check_push(model: nn.Module, given: Mapping[str, Tensor]) -> None:
+def plan_of(model: nn.Module) -> PushPlan:
+    """Return where a model's weights go; made anew where its parameters are others."""
+    config = config_of(model)
+    plan: PushPlan | None = getattr(config, "push_plan", None)
+    if plan is None or plan.made_for != PushPlan.state_of(model):
+        plan = config.push_plan = make_plan(model)
+    return plan
+
+
+def check_push(plan: PushPlan, given: Mapping[str, Tensor]) -> None:
     """Check names, shapes and dtypes of a push before anything is written.
 
     Raises:
         RefitError: One does not fit, or a parameter is missing.
     """
-    shapes = checkpoint_shapes(model)
+    shapes = plan.shapes
     tied = {"lm_head.weight"} - set(shapes)
     for name, tensor in given.items():
         if name in tied:
@@ -74,7 +88,8 @@ def check_push(model: nn.Module, given: Mapping[str, Tensor]) -> None:
                 f"weight {name} is {str(tensor.dtype).removeprefix('torch.')}; needed "
                 "is BF16 or FP32: convert it before it is pushed"
             )
-        if tuple(tensor.shape) != shapes[name]:
+        known = plan.whole or name not in plan.plain
+        if known and tuple(tensor.shape) != shapes[name]:
             raise RefitError(
                 f"weight {name} has shape {tuple(tensor.shape)}, the engine stores "
                 f"{shapes[name]}; push the weights of the same architecture"

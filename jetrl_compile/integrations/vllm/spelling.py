@@ -12,7 +12,7 @@ Source: vLLM 0.24, vllm/ir/ops/layernorm.py; transformers 5, modeling_llama.py.
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from jetrl_compile.capture import op_name
 from jetrl_compile.passes.graph_nodes import emit
@@ -21,6 +21,22 @@ aten = torch.ops.aten
 cast = torch.ops.prims.convert_element_type.default
 NORM = "vllm_ir.rms_norm"
 ADD_NORM = "vllm_ir.fused_add_rms_norm"
+
+
+def functionalize_norms(gm: GraphModule) -> int:
+    """Let vLLM's norms return new tensors; return how many wrote into their inputs.
+
+    `maybe_inplace` may reuse its inputs' memory, and promises that they are not read
+    again: the functional overload computes the same.
+    """
+    count = 0
+    for node in gm.graph.nodes:
+        if getattr(node.target, "_overloadname", "") == "maybe_inplace":
+            name = node.target._schema.name.partition("::")[2]
+            node.target = getattr(torch.ops.vllm_ir, name).default
+            count += 1
+    gm.recompile()
+    return count
 
 
 def spell_norms(graph: Graph) -> int:

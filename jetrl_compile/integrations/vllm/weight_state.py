@@ -1,5 +1,6 @@
 """Which weights of an engine's model are of one push, and whether it may generate."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class WeightState:
         self.pushing = ""
         self._parts: set[str] = set()
         self._written: set[str] = set()
-        self._bad: dict[str, Tensor] = {}
+        self._scales: dict[str, Tensor] = {}
 
     def __deepcopy__(self, memo: Any) -> "WeightState":
         """A copied config speaks of the same weights."""
@@ -46,9 +47,21 @@ class WeightState:
             RefitError: It completes a push in which a weight holds NaN or infinity.
         """
         self._written.add(part.name)
-        self._bad[part.name] = ~torch.isfinite(scales).all()
+        self._scales[part.name] = scales
         if self._written == self._parts:
             self.settle()
+
+    def wrote_all(self, scales: Mapping[Any, Tensor]) -> None:
+        """Note a complete push.
+
+        Args:
+            scales: For each layer, its scales; keys are what messages call it.
+
+        Raises:
+            RefitError: A weight holds NaN or infinity; the model refuses to generate.
+        """
+        self._scales = dict(scales)
+        self.settle()
 
     def settle(self) -> None:
         """Check the weights of a complete push, and let the model generate.
@@ -56,18 +69,24 @@ class WeightState:
         Raises:
             RefitError: One holds NaN or infinity; the model refuses to generate.
         """
-        names, flags = list(self._bad), list(self._bad.values())
-        self._written, self._bad, self.broken = set(), {}, ""
-        if not flags:
+        given, self._scales = self._scales, {}
+        self._written, self.broken = set(), ""
+        if not given:
             return
-        bad = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
-        wrong = [name for name, is_bad in zip(names, bad, strict=True) if is_bad]
-        if wrong:
-            self.broken = (
-                f"{len(wrong)} weights that were pushed hold NaN or infinity, first "
-                f"{wrong[0]}; push a sound checkpoint"
-            )
-            raise RefitError(self.broken)
+        # One look at the GPU: NaN and infinity pass from weights to their scales.
+        flat = torch.cat([scales.reshape(-1) for scales in given.values()])
+        if bool(torch.isfinite(flat).all()):
+            return
+        wrong = [
+            name if isinstance(name, str) else ", ".join(name)
+            for name, scales in given.items()
+            if not bool(torch.isfinite(scales).all())
+        ]
+        self.broken = (
+            f"{len(wrong)} layers that were pushed hold NaN or infinity, first "
+            f"{wrong[0]}; push a sound checkpoint"
+        )
+        raise RefitError(self.broken)
 
     @property
     def missing(self) -> list[str]:

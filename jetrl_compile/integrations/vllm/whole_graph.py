@@ -8,16 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
 from jetrl_compile.capture import PlaceholderInfo
 from jetrl_compile.errors import LoweringError
 from jetrl_compile.graph_inputs import match_placeholders, placeholder_infos
-from jetrl_compile.integrations.vllm.compilation import HOOK
-from jetrl_compile.integrations.vllm.compile_pass import run_passes
+from jetrl_compile.integrations.vllm.compile_pass import HOOK, run_passes
 from jetrl_compile.integrations.vllm.settings import Reports, Settings
+from jetrl_compile.integrations.vllm.spelling import functionalize_norms
 from jetrl_compile.pipeline import source_hash
 
 
@@ -35,22 +34,6 @@ _PREPARED: list[
 def prepare(settings: Settings, reports: Reports) -> None:
     """Say what the next graph is compiled with."""
     _PREPARED[:] = [_Prepared(settings, reports)]
-
-
-def functionalize_norms(gm: GraphModule) -> int:
-    """Let vLLM's norms return new tensors; return how many wrote into their inputs.
-
-    `maybe_inplace` may reuse its inputs' memory, and promises that they are not read
-    again: the functional overload computes the same.
-    """
-    count = 0
-    for node in gm.graph.nodes:
-        if getattr(node.target, "_overloadname", "") == "maybe_inplace":
-            name = node.target._schema.name.partition("::")[2]
-            node.target = getattr(torch.ops.vllm_ir, name).default
-            count += 1
-    gm.recompile()
-    return count
 
 
 class WholeGraphPass(CustomGraphPass):
