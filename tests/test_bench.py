@@ -5,32 +5,29 @@ from typing import Any
 import pytest
 import torch
 from bench_runs import (
-    CONFIG,
     CPU,
     ON_CPU,
     QUICK,
-    WHOLE_BLOCKS,
     cells,
     run,
     write_config,
 )
 from tiny_models import IGNORE_LRU_CACHE, IGNORE_SCRIPT_METHOD
-from torch import Tensor, nn
+from torch import Tensor
 
-from jetrl_compile.bench import models, runs, torchao, warm
+from jetrl_compile.bench import models, runs, warm
 from jetrl_compile.bench.compare_ways import Plan, compare_ways
 from jetrl_compile.bench.kernels import KERNELS, measure_kernels
 from jetrl_compile.bench.results import Row, compare
 from jetrl_compile.bench.steps import (
     Shape,
-    layer_steps,
     layers_steps,
     parse_shape,
     stack_steps,
 )
 from jetrl_compile.bench.timing import Clock, Timing, in_turns, summarize
 from jetrl_compile.bench.ways import WaySpec, choose_ways, parse_way
-from jetrl_compile.errors import JetRLError, ModelError, ProviderError, RecipeError
+from jetrl_compile.errors import JetRLError, ModelError, RecipeError
 from jetrl_compile.layers import decoder_layers
 
 pytestmark = [
@@ -238,63 +235,6 @@ def test_stack_command(config: str, tmp_path: Path) -> None:
     assert text.startswith("jetrl, forward: ")
     assert "jetrl::gemm" in text
     assert "jetrl, forward+backward: " in text
-
-
-class FakeFp8(nn.Linear):
-    """Stands for torchao's layer, which needs a GPU."""
-
-    compiles = True
-
-    @classmethod
-    def from_float(cls, linear: nn.Linear) -> "FakeFp8":
-        with torch.device("meta"):
-            made = cls(linear.in_features, linear.out_features, bias=False)
-        made.weight = linear.weight
-        return made
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.compiles and torch.compiler.is_compiling():
-            raise ValueError("no compiling")
-        result: Tensor = super().forward(x)
-        return result
-
-
-class Uncompilable(FakeFp8):
-    compiles = False
-
-
-@pytest.mark.parametrize("kind", [FakeFp8, Uncompilable])
-def test_layer_with_torchao(
-    kind: type[FakeFp8], config: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (Path(config) / "config.json").write_text(
-        json.dumps({**CONFIG, **WHOLE_BLOCKS, "attention_bias": True})
-    )
-    monkeypatch.setattr(torchao, "linear_class", lambda: kind)
-    model = models.make_model(models.find_config(config, 1), CPU)
-    specs = [parse_way("eager"), parse_way("torchao:backend=aot_eager")]
-    plan = Plan(CPU, (Shape(1, 8),), rounds=1)
-    rows = cells(compare_ways(model, specs, layer_steps, plan))
-    for step in ("forward", "forward+backward"):
-        row = rows[f"{step} 1x8", "torchao"]
-        assert not row.failed, row.note
-        assert ("but for its linear layers" in row.note) == (kind is Uncompilable)
-    assert not any(isinstance(m, FakeFp8) for m in model.modules())
-
-
-def test_torchao_that_is_not_to_be_had(
-    config: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    less = ["--shape", "1x8", "--skip", "jetrl", "--skip", "compile"]
-    status, out, _ = run("layer", config, *ON_CPU, *less)
-    assert status == 0
-    assert "failed: torchao" in out
-    monkeypatch.setattr(torchao, "linear_class", lambda: FakeFp8)
-    model = models.make_model(models.find_config(config), CPU)
-    with pytest.raises(
-        ProviderError, match="k_proj is 64x128; torchao's layer needs multiples"
-    ):
-        torchao.with_fp8_linears(list(decoder_layers(model).values()))
 
 
 def test_errors_are_the_projects_own() -> None:

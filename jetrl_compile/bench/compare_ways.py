@@ -168,7 +168,7 @@ def _try_to_warm_up(
                 _run_twice(runner, steps, plan)
                 break
             except Exception as error:
-                if not runner.way.relax(model, failure(error)):
+                if not runner.way.relax(failure(error)):
                     raise
         steps.drop()
         runner.own_bytes += max(0, _held(plan.device) - before)

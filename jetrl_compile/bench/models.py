@@ -166,6 +166,28 @@ def gemm_sizes(config: Any) -> tuple[GemmSize, ...]:
     Raises:
         ModelError: The config lacks one of the sizes.
     """
+    hidden, inner, queries, keys = _widths(config)
+    return (
+        GemmSize("qkv", queries + 2 * keys, hidden),
+        GemmSize("o", hidden, queries),
+        GemmSize("gate_up", 2 * inner, hidden),
+        GemmSize("down", hidden, inner),
+    )
+
+
+def linear_sizes(config: Any) -> tuple[tuple[int, int], ...]:
+    """Return out and in features of the linear layers of such a decoder layer.
+
+    Raises:
+        ModelError: The config lacks one of the sizes.
+    """
+    hidden, inner, queries, keys = _widths(config)
+    found = ((queries, hidden), (keys, hidden), (hidden, queries))
+    return tuple(dict.fromkeys((*found, (inner, hidden), (hidden, inner))))
+
+
+def _widths(config: Any) -> tuple[int, int, int, int]:
+    """Return the widths of the stream, the MLP, all queries, and all keys."""
     try:
         hidden, inner = config.hidden_size, config.intermediate_size
         heads = config.num_attention_heads
@@ -175,9 +197,4 @@ def gemm_sizes(config: Any) -> tuple[GemmSize, ...]:
             f"{type(config).__name__} is no Llama-like config: {one_line(error)}"
         ) from None
     head = getattr(config, "head_dim", None) or hidden // heads
-    return (
-        GemmSize("qkv", (heads + 2 * keys) * head, hidden),
-        GemmSize("o", hidden, heads * head),
-        GemmSize("gate_up", 2 * inner, hidden),
-        GemmSize("down", hidden, inner),
-    )
+    return hidden, inner, heads * head, keys * head

@@ -16,6 +16,7 @@ from jetrl_compile.bench.models import (
     check_device,
     find_config,
     gemm_sizes,
+    linear_sizes,
     make_model,
 )
 from jetrl_compile.bench.results import Results, Row, environment
@@ -26,8 +27,9 @@ from jetrl_compile.bench.steps import (
     parse_shape,
     stack_steps,
 )
+from jetrl_compile.bench.torchao_ahead import compile_quantizers
 from jetrl_compile.bench.warm import compile_ahead, gemm_shapes
-from jetrl_compile.bench.ways import WaySpec, choose_ways
+from jetrl_compile.bench.ways import TORCHAO, WaySpec, choose_ways
 from jetrl_compile.errors import ModelError
 from jetrl_compile.recipe import recipe_names
 
@@ -174,6 +176,8 @@ def _make(
     with suppress(ModelError):  # a model of other layers is compiled as it runs
         needed = gemm_shapes(config, tokens, recipes, not options.forward_only)
         compile_ahead(needed, device, say)
+        if device.type == "cuda" and any(s.kind == TORCHAO for s in specs):
+            compile_quantizers(linear_sizes(config), tokens, say)
     say(f"making {options.model}, {config.num_hidden_layers} layers, random weights")
     return make_model(config, device), config
 

@@ -4,9 +4,14 @@ torchao.prototype.blockwise_fp8_training (torchao 0.18): x in 1x128 groups, w in
 blocks, dy and x along tokens in 1x128 groups for wgrad, BF16 out, cuBLASLt's GEMMs; x
 and w are saved in BF16. It takes no bias, so a bias is added apart.
 
+Dynamo cannot trace it (torch 2.11 and 2.13: `_scaled_mm_v2` is unknown to it), and with
+a graph break at each linear layer the rest would run in pieces. So its forward and its
+backward are one operator each, opaque to the compiler, and the layer around them is
+compiled as a whole.
+
 Its quantizers are tuned by Triton at first use: 45 configurations of each, for each
 size. Triton runs each for 125 ms, which is minutes for a layer; here it runs for 25 ms,
-still hundreds of times.
+still hundreds of times. `torchao_ahead.py` compiles them before, several at once.
 """
 
 import functools
@@ -19,35 +24,86 @@ from torch import Tensor, nn
 
 from jetrl_compile.errors import ProviderError, one_line
 
-_MODULE = "torchao.prototype.blockwise_fp8_training.linear"
-_KERNELS = "torchao.prototype.blockwise_fp8_training.kernels"
-_TUNING_MS = {"warmup": 5, "rep": 20}
+PACKAGE = "torchao.prototype.blockwise_fp8_training"
 BLOCK = 128
+TUNING_MS = {"warmup": 5, "rep": 20}
 Linears = dict[tuple[nn.Module, str], tuple[nn.Module, nn.Module]]
+_library: Any = torch.library  # untyped in torch 2.13
 
 
-class WithBias(nn.Module):
-    """A linear layer without bias, and a bias."""
+class _Saved:
+    """What an autograd function writes to and reads from."""
 
-    def __init__(self, linear: nn.Module, bias: nn.Parameter) -> None:
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+
+@_library.custom_op("jetrl_bench::torchao_linear", mutates_args=())  # type: ignore[untyped-decorator, unused-ignore]
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    out: Tensor = function().forward(
+        _Saved(), x.contiguous(), weight, BLOCK, torch.bfloat16, False
+    )
+    return out
+
+
+@_linear.register_fake  # type: ignore[untyped-decorator, unused-ignore]
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@_library.custom_op("jetrl_bench::torchao_linear_backward", mutates_args=())  # type: ignore[untyped-decorator, unused-ignore]
+def _linear_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    saved: Any = _Saved()
+    saved.save_for_backward(x.contiguous(), weight)
+    saved.block_size, saved.out_dtype, saved.use_triton = BLOCK, torch.bfloat16, False
+    dx, dw, *_ = function().backward(saved, dy)
+    return dx, dw
+
+
+@_linear_backward.register_fake  # type: ignore[untyped-decorator, unused-ignore]
+def _(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, dy: Tensor) -> Any:
+    return _linear_backward(dy, *ctx.saved_tensors)
+
+
+_linear.register_autograd(_backward, setup_context=_setup)
+
+
+class TorchaoLinear(nn.Module):
+    """A linear layer that runs torchao's autograd function.
+
+    Attributes:
+        weight: (N, K) in BF16, shared with the layer that it stands for.
+        bias: (N,) or None.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.linear = linear
-        self.bias = bias
+        self.weight = linear.weight
+        self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's result plus the bias."""
-        result: Tensor = self.linear(x) + self.bias
-        return result
+        """Return the layer's result, (..., N) in BF16."""
+        result: Tensor = _linear(x, self.weight)
+        return result if self.bias is None else result + self.bias
 
 
-def linear_class() -> Any:
-    """Return torchao's class.
+@functools.cache
+def function() -> Any:
+    """Return torchao's autograd function.
 
     Raises:
         ProviderError: torchao is not installed, or cannot be loaded or used here.
     """
     try:
-        module = importlib.import_module(_MODULE)
+        module = importlib.import_module(f"{PACKAGE}.linear")
     except ImportError as error:
         raise ProviderError(f"torchao cannot be imported: {one_line(error)}") from None
     except Exception as error:  # its import compiles and registers much
@@ -56,15 +112,21 @@ def linear_class() -> Any:
         ) from None
     if not torch.cuda.is_available():
         raise ProviderError("torchao's blockwise FP8 needs a GPU of capability 9.0")
-    _tune_quickly()
-    return module.Float8BlockwiseLinear
+    tune_for(**TUNING_MS)
+    return module.fp8_blockwise_mm
 
 
-def _tune_quickly() -> None:
+def tune_for(warmup: int, rep: int) -> None:
+    """Let Triton tune torchao's kernels for less long.
+
+    Args:
+        warmup: Milliseconds that a configuration runs before it is timed.
+        rep: Milliseconds that it is timed.
+    """
     testing = importlib.import_module("triton.testing")
     autotuner = importlib.import_module("triton.runtime.autotuner").Autotuner
-    measure = functools.partial(testing.do_bench, **_TUNING_MS)
-    for kernel in vars(importlib.import_module(_KERNELS)).values():
+    measure = functools.partial(testing.do_bench, warmup=warmup, rep=rep)
+    for kernel in vars(importlib.import_module(f"{PACKAGE}.kernels")).values():
         if isinstance(kernel, autotuner):
             kernel.do_bench = measure
 
@@ -80,23 +142,19 @@ def with_fp8_linears(layers: Sequence[nn.Module]) -> Linears:
         ProviderError: torchao cannot be used, or a size is no multiple of 128.
     """
     made: Linears = {}
-    fp8 = linear_class()
+    function()
     for layer in layers:
         for parent in layer.modules():
             for name, child in parent.named_children():
                 if type(child) is nn.Linear:
-                    made[parent, name] = (child, _convert(fp8, name, child))
+                    made[parent, name] = (child, _convert(name, child))
     return made
 
 
-def _convert(fp8: Any, name: str, linear: nn.Linear) -> nn.Module:
+def _convert(name: str, linear: nn.Linear) -> nn.Module:
     if linear.in_features % BLOCK or linear.out_features % BLOCK:
         raise ProviderError(
             f"{name} is {linear.out_features}x{linear.in_features}; torchao's layer "
             f"needs multiples of {BLOCK}"
         )
-    bare = nn.Linear(1, 1, bias=False, device="meta")
-    bare.in_features, bare.out_features = linear.in_features, linear.out_features
-    bare.weight = linear.weight
-    made: nn.Module = fp8.from_float(bare)
-    return made if linear.bias is None else WithBias(made, linear.bias)
+    return TorchaoLinear(linear)

@@ -132,40 +132,29 @@ class Way:
         self._calls: list[Callable[..., Any] | None] = [None] * len(self._layers)
         self._compile(model)
 
-    def _compile(self, model: nn.Module, fullgraph: bool = True) -> None:
+    def _compile(self, model: nn.Module) -> None:
         more: dict[str, Any] = {"mode": "reduce-overhead"} if self.graphs else {}
         if self.spec.kind in (COMPILE, TORCHAO):
-            more |= {"fullgraph": fullgraph, "dynamic": False, **self.spec.options}
-            if self.spec.kind == TORCHAO and not more["fullgraph"]:
-                # Else Dynamo breaks within each, and Inductor tunes their kernels anew.
-                disable: Any = torch.compiler.disable  # untyped
-                for _, own in self._linears.values():
-                    own.forward = disable(own.forward)
+            more |= {"fullgraph": True, "dynamic": False, **self.spec.options}
             for layer in self._layers:
                 layer.compile(**more)
         elif self.spec.kind == JETRL:
             compile_layers(model, **more, **self.spec.options)
         self._calls = [vars(layer).pop(_CALL, None) for layer in self._layers]
 
-    def relax(self, model: nn.Module, reason: str) -> bool:
-        """Compile torchao's layers less strictly after a failure, at last not at all.
+    def relax(self, reason: str) -> bool:
+        """Run torchao's layers eagerly after a failure to compile.
 
         Args:
-            model: As before.
-            reason: Why the last attempt failed, for the note.
+            reason: Why it failed, for the note.
 
         Returns:
-            Whether there is something left to try: only for torchao, first with its
-            linear layers outside of Dynamo, then eagerly.
+            Whether there is something left to try: once, and only for torchao.
         """
-        if self.spec.kind != TORCHAO or self.note.startswith("eager"):
+        if self.spec.kind != TORCHAO or self.note:
             return False
-        if self.note:
-            self.note = f"eager, not compiled: {reason}"
-            self._calls = [None] * len(self._layers)
-        else:
-            self.note = f"compiled but for its linear layers: {reason}"
-            self._compile(model, fullgraph=False)
+        self.note = f"eager, not compiled: {reason}"
+        self._calls = [None] * len(self._layers)
         return True
 
     @property
