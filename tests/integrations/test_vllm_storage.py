@@ -1,0 +1,194 @@
+"""Layouts of fused and sharded layers, their storage, and the state of a push."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from jetrl_compile.errors import ModelError, PrecisionFlowError, RefitError
+from jetrl_compile.formats import blocks
+from jetrl_compile.integrations.vllm import storage
+from jetrl_compile.integrations.vllm.layout import (
+    LayerLayout,
+    kind_of,
+    make_layout,
+    part_names,
+)
+from jetrl_compile.integrations.vllm.settings import read_settings
+from jetrl_compile.integrations.vllm.weight_state import WeightState
+from jetrl_compile.kernels import ops, reference
+from jetrl_compile.kernels.gemm_parts import gemm_parts, split_scales
+
+FLOW = blocks("K")
+
+
+class ColumnParallelLinear(nn.Module):
+    def __init__(self, rank: int = 0, ranks: int = 1, copies: int = 1) -> None:
+        super().__init__()
+        self.tp_rank, self.tp_size, self.num_kv_head_replicas = rank, ranks, copies
+
+
+class QKVParallelLinear(ColumnParallelLinear):
+    pass
+
+
+class RowParallelLinear(ColumnParallelLinear):
+    pass
+
+
+class ReplicatedLinear(ColumnParallelLinear):
+    pass
+
+
+def layout(layer: nn.Module, sizes: list[int], cols: int, leaf: str) -> LayerLayout:
+    return make_layout(layer, f"m.0.{leaf}", sizes, cols, {}, FLOW)
+
+
+def test_kinds() -> None:
+    assert kind_of(QKVParallelLinear()) == "qkv"
+    assert kind_of(RowParallelLinear()) == "row"
+    assert kind_of(ReplicatedLinear()) == "column"  # the first base that is known
+    with pytest.raises(ModelError, match="none of vLLM's linear layers"):
+        kind_of(nn.Linear(2, 2))
+
+
+def test_parts_of_qkv() -> None:
+    found = layout(QKVParallelLinear(), [192, 64, 64], 192, "qkv_proj")
+    assert [(p.name, p.key, p.low, p.scale_low) for p in found.parts] == [
+        ("m.0.q_proj", "q", 0, 0),
+        ("m.0.k_proj", "k", 192, 2),
+        ("m.0.v_proj", "v", 256, 3),
+    ]
+    assert (found.rows, found.scale_shape) == (320, (4, 2))
+    assert not found.is_one_matrix
+    with pytest.raises(ModelError, match="no part 'x'; its parts are q, k, v"):
+        found.part("x")
+
+
+def test_shards_of_rank_1() -> None:
+    found = layout(QKVParallelLinear(1, 2), [256, 128, 128], 512, "qkv_proj")
+    assert [p.source[0] for p in found.parts] == [
+        slice(256, 512),
+        slice(128, 256),
+        slice(128, 256),
+    ]
+    assert found.parts[0].shape == (512, 512)
+    copied = layout(QKVParallelLinear(3, 4, 2), [256, 128, 128], 512, "qkv_proj")
+    assert copied.parts[0].source[0] == slice(768, 1024)
+    assert copied.parts[1].source[0] == slice(128, 256)  # two ranks have one copy
+    assert copied.parts[1].shape == (256, 512)
+    row = layout(RowParallelLinear(1, 2), [512], 256, "down_proj")
+    assert row.parts[0].source == (slice(0, 512), slice(256, 512))
+    assert row.parts[0].shape == (512, 512)
+
+
+@pytest.mark.parametrize(
+    ("layer", "sizes", "cols", "leaf", "why"),
+    [
+        (QKVParallelLinear(0, 2), [256, 64, 64], 256, "qkv_proj", "k_proj has 64 rows"),
+        (RowParallelLinear(0, 2), [256], 192, "down_proj", "down_proj has 192 columns"),
+        (ColumnParallelLinear(0, 2), [96], 256, "up", r"m\.0\.up has 96 rows"),
+    ],
+)
+def test_shards_across_blocks_are_refused(
+    layer: nn.Module, sizes: list[int], cols: int, leaf: str, why: str
+) -> None:
+    with pytest.raises(ModelError, match=why):
+        layout(layer, sizes, cols, leaf)
+
+
+def test_part_names() -> None:
+    assert part_names("m.a.x", 1, {}) == ["m.a.x"]
+    assert part_names("m.a.x", 2, {"x": ["y", "z"]}) == ["m.a.y", "m.a.z"]
+    with pytest.raises(ModelError, match="holds 2 layers, and the model names 0"):
+        part_names("m.a.x", 2, {})
+
+
+def stored(sizes: list[int], cols: int) -> tuple[Any, WeightState, torch.Tensor]:
+    layer: Any = QKVParallelLinear()
+    state = WeightState()
+    found = layout(layer, sizes, cols, "qkv_proj")
+    setattr(layer, storage.LAYOUT, found)
+    setattr(layer, storage.LOADED, {"q", "k", "v"})
+    state.add(found)
+    torch.manual_seed(0)
+    weight = torch.randn(sum(sizes), cols).to(torch.bfloat16)
+    layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
+    storage.store(layer, state)
+    return layer, state, weight
+
+
+@pytest.mark.parametrize("sizes", [[256, 128, 128], [192, 64, 64], [130, 7, 1]])
+def test_parts_have_their_own_blocks(sizes: list[int]) -> None:
+    layer, state, weight = stored(sizes, 192)
+    assert set(dict(layer.named_parameters())) == {"weight", "weight_scale_inv"}
+    scales = split_scales(storage.scales_of(layer), sizes, 128, 128)
+    for part, codes, own in zip(
+        torch.split(weight, sizes),
+        torch.split(layer.weight, sizes),
+        scales,
+        strict=True,
+    ):
+        wanted = reference.quantize(part, 128, 128, False, "fp32", 1e-10)
+        assert torch.equal(codes.view(torch.uint8), wanted[0].view(torch.uint8))
+        assert torch.equal(own, wanted[1])
+    state.check()
+
+
+def test_incomplete_layer_is_refused() -> None:
+    layer, state, _ = stored([128, 128, 128], 128)
+    setattr(layer, storage.LOADED, {"q", "v"})
+    with pytest.raises(ModelError, match=r"without m\.0\.k_proj"):
+        storage.store(layer, state)
+
+
+def test_pushed_shard_goes_to_its_place() -> None:
+    layer, state, weight = stored([128, 128, 128], 128)
+    pushed = torch.randn(128, 128).to(torch.bfloat16)
+    layer.weight.weight_loader(layer.weight, pushed, "k")
+    wanted, scales = reference.quantize(pushed, 128, 128, False, "fp32", 1e-10)
+    got = layer.weight[128:256]
+    assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(storage.scales_of(layer)[1:2], scales)
+    with pytest.raises(RefitError, match=r"wrote 1 of 3 FP8 layers, and not m\.0\.q"):
+        state.check()
+    layer.weight.weight_loader(layer.weight, weight)  # all parts at once
+    state.check()
+    with pytest.raises(RefitError, match=r"shape \(64, 128\)"):
+        layer.weight.weight_loader(layer.weight, pushed[:64], "q")
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_gemm_of_parts_is_the_gemms(rows: int) -> None:
+    sizes = [192, 64, 64]
+    layer, _, weight = stored(sizes, 192)
+    x = torch.randn(rows, 192).to(torch.bfloat16)
+    codes, scales = ops.quantize(x, 1, 128, False, "fp32", 1e-10, None)
+    numbers = (1, 128, 128, 128, torch.bfloat16, "reference")
+    b, b_scales = layer.weight.data, storage.scales_of(layer).data
+    got = gemm_parts(codes, scales, b, b_scales, sizes, *numbers)
+    wanted = []
+    for part in torch.split(weight, sizes):
+        made = ops.quantize(part, 128, 128, False, "fp32", 1e-10, None)
+        wanted.append(ops.gemm(codes, scales, *made, *numbers))
+    assert torch.equal(got, torch.cat(wanted, 1))
+    with pytest.raises(PrecisionFlowError, match="3 rows of scales"):
+        gemm_parts(codes, scales, b, b_scales[:3], sizes, *numbers)
+    with pytest.raises(PrecisionFlowError, match="as many rows as its parts"):
+        gemm_parts(codes, scales, b, b_scales, [192, 64], *numbers)
+
+
+def test_settings() -> None:
+    class Load:
+        load_format = "dummy"
+
+    class Engine:
+        additional_config = {"jetrl": {"recipe": "rollout_only", "fuse": False}}  # noqa: RUF012
+        load_config = Load()
+
+    found = read_settings({"recipe": "bf16"}, Engine())
+    assert (found.recipe.name, found.fuse, found.dummy) == ("rollout_only", False, True)
+    Engine.additional_config = {"jetrl": {"recipes": "jetrl"}}
+    with pytest.raises(Exception, match="did you mean 'recipe'"):
+        read_settings({}, Engine())

@@ -1,0 +1,400 @@
+"""A model in the shape of vLLM's Qwen3, Llama and Qwen2, in plain PyTorch.
+
+Its classes are called as vLLM's, its operators are in vLLM's namespaces, and it is
+loaded as vLLM loads: so the integration's passes, storage and refit run on it without
+vLLM. What it leaves out is vLLM's own machinery, which the GPU tests run.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import transformers as tf
+from torch import Tensor, nn
+
+from jetrl_compile.integrations.vllm import storage
+from jetrl_compile.integrations.vllm.layout import make_layout
+from jetrl_compile.integrations.vllm.quantized_linear import quantized_linear
+from jetrl_compile.integrations.vllm.settings import Reports, Settings
+from jetrl_compile.integrations.vllm.weight_state import WeightState
+from jetrl_compile.recipe import JETRL
+
+_library: Any = torch.library
+_IR = _library.Library("vllm_ir", "FRAGMENT")
+_VLLM = _library.Library("vllm", "FRAGMENT")
+_NORM = "(Tensor x, Tensor? weight, float epsilon, int? variance_size=None) -> Tensor"
+_ADD = "Tensor x, Tensor x_residual, Tensor? weight, float epsilon"
+_ATTENTION = (
+    "unified_attention_with_output(Tensor query, Tensor key, Tensor value, "
+    "Tensor(a!) output, str layer_name) -> ()"
+)
+PACKED = {
+    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+    "gate_up_proj": ["gate_proj", "up_proj"],
+}
+STACKED = (
+    ("qkv_proj", "q_proj", "q"),
+    ("qkv_proj", "k_proj", "k"),
+    ("qkv_proj", "v_proj", "v"),
+    ("gate_up_proj", "gate_proj", 0),
+    ("gate_up_proj", "up_proj", 1),
+)
+HEAD_SIZES: dict[str, int] = {}  # of attentions, by name
+
+
+def _rms_norm(
+    x: Tensor, weight: Tensor, epsilon: float, variance_size: int | None = None
+) -> Tensor:
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return wide.to(weight.dtype) * weight
+
+
+def _add_rms_norm(
+    x: Tensor,
+    x_residual: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """vLLM's native form: the norm reads the sum in FP32."""
+    wide = x.to(torch.float32) + x_residual.to(torch.float32)
+    total = wide.to(x.dtype)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return wide.to(weight.dtype) * weight, total
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, output: Tensor, layer_name: str
+) -> None:
+    q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
+    mixed = nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    )
+    output.copy_(mixed[0].transpose(0, 1))
+
+
+def define_operators() -> None:
+    """Define vLLM's operators, unless they are there."""
+    if hasattr(torch.ops.vllm_ir, "rms_norm"):
+        return
+    _IR.define(f"rms_norm{_NORM}")
+    _IR.define(
+        f"fused_add_rms_norm({_ADD}, int? variance_size=None) -> (Tensor, Tensor)"
+    )
+    _VLLM.define(_ATTENTION)
+    key = "CompositeExplicitAutograd"
+    for library, name, kernel in (
+        (_IR, "rms_norm", _rms_norm),
+        (_IR, "fused_add_rms_norm", _add_rms_norm),
+        (_VLLM, "unified_attention_with_output", _attention),
+    ):
+        library.impl(name, kernel, key)
+        fake = (lambda *_: None) if kernel is _attention else kernel
+        _library.register_fake(f"{library.ns}::{name}", fake, lib=library)
+
+
+class _Linear(nn.Module):
+    """What vLLM's linear layers share: loading, and the quantized GEMM."""
+
+    def __init__(self, model: "EngineModel", prefix: str, sizes: list[int], cols: int):
+        super().__init__()
+        self.quant_config = model.config_of_engine
+        self.tp_rank, self.tp_size, self.num_kv_head_replicas = 0, 1, 1
+        layout = make_layout(self, prefix, sizes, cols, PACKED, JETRL.flows.fprop_w)  # type: ignore[union-attr]
+        setattr(self, storage.LAYOUT, layout)
+        setattr(self, storage.LOADED, set())
+        self.quant_config.state.add(layout)
+        self.weight = nn.Parameter(
+            torch.empty(sum(sizes), cols, dtype=torch.bfloat16), requires_grad=False
+        )
+        self.weight.weight_loader = storage.counting(self.load, self)  # type: ignore[attr-defined]
+        self.bias: nn.Parameter | None = None
+
+    def load(self, param: Tensor, weight: Tensor, key: Any = None) -> None:
+        part = getattr(self, storage.LAYOUT).part(key)
+        param.data[part.low : part.low + part.rows].copy_(weight)
+
+    def add_bias(self) -> None:
+        size = self.weight.shape[0]
+        self.bias = nn.Parameter(
+            torch.zeros(size, dtype=torch.bfloat16), requires_grad=False
+        )
+        self.bias.weight_loader = self.load  # type: ignore[attr-defined]
+
+    def finish(self) -> None:
+        storage.store(self, self.quant_config.state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert JETRL.flows is not None
+        return quantized_linear(self, x, self.bias, JETRL.flows, "reference")
+
+
+class ColumnParallelLinear(_Linear):
+    pass
+
+
+class QKVParallelLinear(ColumnParallelLinear):
+    pass
+
+
+class MergedColumnParallelLinear(ColumnParallelLinear):
+    pass
+
+
+class RowParallelLinear(_Linear):
+    pass
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(
+            torch.ones(size, dtype=torch.bfloat16), requires_grad=False
+        )
+        self.eps = eps
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        if residual is None:
+            return torch.ops.vllm_ir.rms_norm(x, self.weight, self.eps)
+        return torch.ops.vllm_ir.fused_add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class RotaryEmbedding(nn.Module):
+    cos_sin_cache: Tensor
+
+    def __init__(self, size: int, base: float) -> None:
+        super().__init__()
+        self.size = size
+        inverse = 1.0 / base ** (torch.arange(0, size, 2).float() / size)
+        angles = torch.outer(torch.arange(256).float(), inverse)
+        table = torch.cat((angles.cos(), angles.sin()), -1).to(torch.bfloat16)
+        self.register_buffer("cos_sin_cache", table, persistent=False)
+
+    def forward(self, positions: Tensor, *tensors: Tensor) -> list[Tensor]:
+        cos, sin = self.cos_sin_cache.index_select(0, positions.flatten()).chunk(2, -1)
+        return [self.rotate(x, cos, sin) for x in tensors]
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        by_head = x.view(x.shape[0], -1, self.size)
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        x1, x2 = by_head.chunk(2, -1)
+        turned = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)
+        return turned.reshape(x.shape)
+
+
+class Impl:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+class Attention(nn.Module):
+    def __init__(self, name: str, heads: int, kv_heads: int, size: int) -> None:
+        super().__init__()
+        self.name, self.heads, self.kv_heads, self.size = name, heads, kv_heads, size
+        self.impl, self.kv_cache_dtype = Impl(size**-0.5), "auto"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        whole = output.view(-1, self.heads, self.size)
+        torch.ops.vllm.unified_attention_with_output(
+            q.view(-1, self.heads, self.size),
+            k.view(-1, self.kv_heads, self.size),
+            v.view(-1, self.kv_heads, self.size),
+            whole,
+            self.name,
+        )
+        return whole.view(-1, self.heads * self.size)
+
+
+class SiluAndMul(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        return nn.functional.silu(x[..., :half]) * x[..., half:]
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, model: "EngineModel", base: str) -> None:
+        super().__init__()
+        c = model.config
+        size = c.head_dim
+        heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
+        self.sizes = [heads * size, kv_heads * size, kv_heads * size]
+        self.head_dim = size
+        self.qkv_proj = QKVParallelLinear(
+            model, f"{base}.qkv_proj", self.sizes, c.hidden_size
+        )
+        if c.model_type == "qwen2":
+            self.qkv_proj.add_bias()
+        self.o_proj = RowParallelLinear(
+            model, f"{base}.o_proj", [c.hidden_size], heads * size
+        )
+        self.rotary_emb = model.rope
+        self.attn = Attention(f"{base}.attn", heads, kv_heads, size)
+        if c.model_type == "qwen3":
+            self.q_norm = RMSNorm(size, c.rms_norm_eps)
+            self.k_norm = RMSNorm(size, c.rms_norm_eps)
+
+    def forward(self, positions: Tensor, x: Tensor) -> Tensor:
+        q, k, v = self.qkv_proj(x).split(self.sizes, dim=-1)
+        if hasattr(self, "q_norm"):
+            q = self.q_norm(q.view(q.shape[0], -1, self.head_dim)).view(q.shape)
+            k = self.k_norm(k.view(k.shape[0], -1, self.head_dim)).view(k.shape)
+        q, k = self.rotary_emb(positions, q, k)
+        out: Tensor = self.o_proj(self.attn(q, k, v))
+        return out
+
+
+class MLP(nn.Module):
+    def __init__(self, model: "EngineModel", base: str) -> None:
+        super().__init__()
+        c = model.config
+        self.gate_up_proj = MergedColumnParallelLinear(
+            model, f"{base}.gate_up_proj", [c.intermediate_size] * 2, c.hidden_size
+        )
+        self.down_proj = RowParallelLinear(
+            model, f"{base}.down_proj", [c.hidden_size], c.intermediate_size
+        )
+        self.act_fn = SiluAndMul()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.act_fn(self.gate_up_proj(x)))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, model: "EngineModel", base: str) -> None:
+        super().__init__()
+        c = model.config
+        self.self_attn = SelfAttention(model, f"{base}.self_attn")
+        self.mlp = MLP(model, f"{base}.mlp")
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+
+    def forward(
+        self, positions: Tensor, x: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            residual, x = x, self.input_layernorm(x)
+        else:
+            x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(positions, x)
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(x), residual
+
+
+class Backbone(nn.Module):
+    def __init__(self, model: "EngineModel") -> None:
+        super().__init__()
+        c = model.config
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.embed_tokens.to(torch.bfloat16).requires_grad_(False)
+        self.layers = nn.ModuleList(
+            DecoderLayer(model, f"model.layers.{i}") for i in range(c.num_hidden_layers)
+        )
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        x, residual = self.embed_tokens(ids), None
+        for layer in self.layers:
+            x, residual = layer(positions, x, residual)
+        out, _ = self.norm(x, residual)
+        return out  # type: ignore[no-any-return]
+
+
+class LogitsProcessor(nn.Module):
+    def forward(self, head: nn.Module, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, head.weight)  # type: ignore[arg-type]
+
+
+class Config:
+    """What the integration keeps in vLLM's quantization config."""
+
+    def __init__(self, fused: bool) -> None:
+        self.state, self.reports, self.fused = WeightState(), Reports(), fused
+        self.push_plan: Any = None
+
+    def settings(self) -> Settings:
+        return Settings(JETRL, ("reference",))
+
+
+class EngineModel(nn.Module):
+    """A causal model as an engine has it, with the weights of Hugging Face's."""
+
+    def __init__(self, trainer: nn.Module, *, fused: bool = True) -> None:
+        super().__init__()
+        define_operators()
+        causal: Any = trainer
+        config: Any = causal.config
+        self.config = config
+        self.config_of_engine = Config(fused)
+        base = config.rope_parameters["rope_theta"]
+        self.rope = RotaryEmbedding(config.head_dim, base)
+        self.model = Backbone(self)
+        del self.rope
+        if config.tie_word_embeddings:
+            self.lm_head: nn.Module = self.model.embed_tokens
+        else:
+            size = (config.hidden_size, config.vocab_size)
+            self.lm_head = nn.Linear(*size, bias=False, dtype=torch.bfloat16)
+            self.lm_head.requires_grad_(False)
+        self.logits_processor = LogitsProcessor()
+        self.load_weights((n, p.detach()) for n, p in trainer.named_parameters())
+        for layer in storage.quantized_layers(self).values():
+            assert isinstance(layer, _Linear)
+            layer.finish()
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        out: Tensor = self.model(ids, positions)
+        return out
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.logits_processor(self.lm_head, hidden)
+        return out
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """As vLLM's models: parts of fused layers go to their shards."""
+        own = dict(self.named_parameters(remove_duplicate=False))
+        for name, weight in weights:
+            for fused, part, key in STACKED:
+                if f".{part}." in name:
+                    fused_param: Any = own[name.replace(part, fused)]
+                    fused_param.weight_loader(fused_param, weight, key)
+                    break
+            else:
+                param = own[name]
+                loader = getattr(param, "weight_loader", None)
+                if loader is None:
+                    param.data.copy_(weight)
+                else:
+                    loader(param, weight)
+
+
+def make_trainer(kind: str, **sizes: Any) -> nn.Module:
+    """A small trainer's model in BF16, with norm weights that are not 1."""
+    chosen = {
+        "vocab_size": 256,
+        "hidden_size": 256,
+        "intermediate_size": 384,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "tie_word_embeddings": False,
+        **sizes,
+    }
+    makers: dict[str, Any] = {
+        "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**chosen)),
+        "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**chosen)),
+        "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**chosen)),
+    }
+    torch.manual_seed(0)
+    model: nn.Module = makers[kind]().to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5)
+    return model
