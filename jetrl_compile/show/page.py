@@ -28,7 +28,8 @@ SCRIPTS = (
     "draw.js",
     "main.js",
 )
-MOST = 700  # boxes that are laid out at once: about a second
+MOST = 500  # boxes that are laid out at once: 4 s at worst, mostly below 1 s
+MOST_PLACES = 3000  # layers that edges pass on their way, all edges together
 _UNSAFE = re.compile("[<>&\u2028\u2029]")
 
 
@@ -87,6 +88,7 @@ def page_data(
         "saved_label": attribute_label("saved_dtype"),
         "widest": styles.WIDEST,
         "most": MOST,
+        "most_places": MOST_PLACES,
         "colors": {
             "difference": styles.DIFFERENCE,
             "fp8": styles.FP8_FILL,

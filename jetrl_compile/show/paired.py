@@ -158,10 +158,22 @@ def narrow(paired: Paired, module: str) -> Paired:
             f"no operator is in the module {module!r}; name a module path or a glob, "
             f"such as {examples:.200}"
         )
-    uses = tuple(use for use in paired.uses if use.target in inside)
+    uses = [use for use in paired.uses if use.target in inside]
     kept = inside | {use.source for use in uses}
-    items = tuple(item for item in paired.items if item.name in kept)
-    return replace(paired, items=items, uses=uses)
+    items = [item for item in paired.items if item.name in kept]
+    found = [*(item.found for item in items), *(use.found for use in uses)]
+    numbers = sorted({number for each in found for number in each})
+    new = {old: place for place, old in enumerate(numbers)}
+    verdict = paired.verdict
+    if paired.differences:
+        verdict += f"; {len(new)} in {module}"
+    return replace(
+        paired,
+        items=tuple(replace(x, found=tuple(new[n] for n in x.found)) for x in items),
+        uses=tuple(replace(x, found=tuple(new[n] for n in x.found)) for x in uses),
+        differences=tuple(paired.differences[n] for n in numbers),
+        verdict=verdict,
+    )
 
 
 def _module_names(items: Iterable[Item]) -> list[str]:

@@ -432,6 +432,26 @@ def test_opening_too_much_keeps_the_picture(opened: Opener) -> None:
     assert ids(tab) == before
 
 
+def test_long_edges_do_not_make_it_hang(opened: Opener) -> None:
+    """240 layers that differ, each reading one table: 29,000 places in layers."""
+    graph = decoder_graph("rollout", 240)
+
+    def change(edge: Edge) -> Edge:
+        if not (edge.flow.is_quantized and ".layers." in edge.target):
+            return edge
+        layer = edge.target.split(".")[2]
+        return replace(edge, flow=replace(edge.flow, amax_floor=float(layer)))
+
+    tab = opened(view_of(with_edges(graph, change)))
+    assert int(tab.evaluate("document.documentElement.dataset.ready")) < 10_000
+    straight = tab.evaluate(
+        "[...jetrl.seen.edges.values()].filter((e) => !e.points).map((e) => e.source)"
+    )
+    table = node(view_of(graph), "model.rotary_emb:rope_table")
+    assert set(straight) == {f"n{table}"}
+    assert tab.evaluate("jetrl.cy.edges('.long').length") == len(straight)
+
+
 def test_a_hundred_thousand_operators_open_folded(opened: Opener) -> None:
     view = view_of(decoder_graph("train", 2700))
     assert sum(item.count for item in view.nodes) > 100_000

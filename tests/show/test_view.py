@@ -15,7 +15,7 @@ from jetrl_compile.formats import Flow, blocks, groups
 from jetrl_compile.precision_graph import Edge, Operator, PrecisionGraph, make_graph
 from jetrl_compile.show.paired import narrow, pair_graphs
 from jetrl_compile.show.sizes import flow_bytes
-from jetrl_compile.show.styles import STYLES, byte_text, style_of
+from jetrl_compile.show.styles import DIFFERENCE, STYLES, style_of
 from jetrl_compile.show.view import LARGEST, View, make_view
 from jetrl_compile.show.visible import Switches, has_findings, visible
 from jetrl_compile.show.words import arrow_text, box_lines
@@ -102,6 +102,23 @@ def test_styles_can_be_told_apart_without_colour() -> None:
     assert len({style.color for style in STYLES}) == len(STYLES)
 
 
+def contrast_with_white(colour: str) -> float:
+    """WCAG's contrast ratio."""
+
+    def linear(value: int) -> float:
+        part = value / 255
+        return part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4
+
+    red, green, blue = map(linear, bytes.fromhex(colour.removeprefix("#")))
+    return 1.05 / (0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05)
+
+
+def test_words_in_colours_can_be_read() -> None:
+    for colour in (DIFFERENCE, *(style.color for style in STYLES)):
+        assert contrast_with_white(colour) >= 4.5, colour
+    assert DIFFERENCE not in {style.color for style in STYLES}
+
+
 def test_bytes_follow_from_the_gemms() -> None:
     view = view_of(decoder_graph("train", 3), tokens=1000)
     names = [node.name for node in view.nodes]
@@ -121,8 +138,6 @@ def test_scale_bytes() -> None:
     assert flow_bytes(groups("K"), (3, 129)) == 3 * 129 + 3 * 2 * 4
     assert flow_bytes(groups("K", "ue8m0"), (3, 129)) == 3 * 129 + 3 * 2
     assert flow_bytes(Flow("bf16"), (3, 129)) == 3 * 129 * 2
-    assert byte_text(999) == "999 B"
-    assert byte_text(21_000_000) == "21.0 MB"
 
 
 def test_equal_graphs_have_no_findings() -> None:
@@ -233,6 +248,16 @@ def test_narrowing_keeps_what_feeds_the_module() -> None:
     assert sum(":fprop" in item.name for item in glob.items) == 4
     with pytest.raises(PrecisionFlowError, match=r"no operator.*'nothing'.*such as"):
         narrow(paired, "nothing")
+
+
+def test_narrowing_keeps_its_own_differences() -> None:
+    train = decoder_graph("train", 6)
+    rollout = without_fp8(decoder_graph("rollout", 6), lambda name: "up_proj" in name)
+    part = narrow(pair_graphs([rollout, train], ["a", "b"]), "model.layers.4")
+    assert part.verdict.endswith("; 1 in model.layers.4")
+    (found,) = make_view(part).findings
+    (number,) = found.nodes
+    assert make_view(part).nodes[number].name == "model.layers.4.mlp.up_proj:fprop"
 
 
 def test_a_hundred_thousand_operators_fold() -> None:

@@ -19,23 +19,54 @@
     };
   }
 
+  // Edges over many layers cost a place in each. Beyond a budget the longest ones are
+  // drawn straight, behind the boxes, and take no part in the layout.
+  function routed(elements, edges) {
+    const order = new Map([...elements.keys()].map((id, place) => [id, place]));
+    const into = new Map([...elements.keys()].map((id) => [id, []]));
+    for (const edge of edges.values()) {
+      if (order.get(edge.source) < order.get(edge.target)) into.get(edge.target).push(edge.source);
+    }
+    const rank = new Map();
+    for (const id of elements.keys()) {
+      rank.set(id, Math.max(0, ...into.get(id).map((source) => rank.get(source) + 1)));
+    }
+    const span = (edge) => Math.abs(rank.get(edge.target) - rank.get(edge.source));
+    const sorted = [...edges.values()].sort((a, b) => span(a) - span(b));
+    const kept = new Set();
+    let places = 0;
+    for (const edge of sorted) {
+      places += Math.max(0, span(edge) - 1);
+      if (places > data.most_places) break;
+      kept.add(edge.id);
+    }
+    return kept;
+  }
+
   function layout(elements, edges) {
     const graph = new dagre.graphlib.Graph({ compound: true, multigraph: true });
-    graph.setGraph({ rankdir: "TB", nodesep: 34, ranksep: 26, edgesep: 16, marginx: 20, marginy: 20 });
+    graph.setGraph({
+      rankdir: "TB", nodesep: 34, ranksep: 26, edgesep: 16, marginx: 20, marginy: 20,
+      // Its default gives shorter edges, but takes six times as long for many boxes.
+      ranker: elements.size > data.most / 2 ? "tight-tree" : "network-simplex",
+    });
     for (const item of elements.values()) {
       graph.setNode(item.id, item.open ? {} : { ...item.size });
     }
     for (const item of elements.values()) {
       if (item.parent !== null) graph.setParent(item.id, item.parent);
     }
+    const kept = routed(elements, edges);
     for (const edge of edges.values()) {
+      if (!kept.has(edge.id)) continue;
       const label = { width: width(edge.text, FONT) * 0.9 + 8, height: 14, labelpos: "c" };
       graph.setEdge(edge.source, edge.target, label, edge.id);
     }
     dagre.layout(graph);
     for (const item of elements.values()) Object.assign(item, { at: graph.node(item.id) });
     for (const edge of edges.values()) {
-      edge.points = graph.edge({ v: edge.source, w: edge.target, name: edge.id }).points;
+      const name = { v: edge.source, w: edge.target, name: edge.id };
+      edge.points = kept.has(edge.id) ? graph.edge(name).points : null;
     }
     return graph.graph().width;
   }
@@ -44,7 +75,7 @@
   function bends(edge, from, to) {
     const [dx, dy] = [to.x - from.x, to.y - from.y];
     const long = dx * dx + dy * dy;
-    const inner = edge.points.slice(1, -1);
+    const inner = edge.points ? edge.points.slice(1, -1) : [];
     if (!long || !inner.length) return null;
     const weights = inner.map((p) => ((p.x - from.x) * dx + (p.y - from.y) * dy) / long);
     const distances = inner.map(
@@ -114,7 +145,7 @@
       const known = sizes.filter((count) => count !== null);
       const differs = edge.members.some(
         (number) => view.edges[number].found.length || J.flowsDiffer(view.edges[number]));
-      const classes = [differs ? "differs" : "", bend ? "bent" : "",
+      const classes = [differs ? "differs" : "", bend ? "bent" : "", edge.points ? "" : "long",
         J.pair && edge.sides !== J.both ? "one" : ""];
       result.push({
         group: "edges",
@@ -138,6 +169,7 @@
     return result;
   }
 
+  J.seen = { elements: new Map(), edges: new Map() };
   J.cy = cytoscape({
     container: document.getElementById("graph"),
     minZoom: 0.02, maxZoom: 4, boxSelectionEnabled: false,

@@ -37,6 +37,8 @@
       "curve-style": "round-segments", "segment-weights": "data(weights)",
       "segment-distances": "data(distances)", "edge-distances": "node-position",
       "segment-radii": 14 } },
+    { selector: "edge.long", style: {
+      "z-index": 20, "line-opacity": 0.35, "text-opacity": 0, "text-background-opacity": 0 } },
     { selector: "edge.one", style: { "line-opacity": 0.7 } },
     { selector: "edge.differs", style: {
       "line-color": colors.difference, "target-arrow-color": colors.difference,
