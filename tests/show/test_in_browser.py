@@ -348,6 +348,17 @@ def test_by_keyboard_alone(opened: Opener) -> None:
     assert "\u2192" in tab.inner_text("#status") or "tensors" in tab.inner_text(
         "#status"
     )
+    tab.evaluate("jetrl.toggle(0)")
+    gate = node(view, "model.layers.0.mlp.gate_proj:fprop")
+    tab.evaluate("(n) => jetrl.select(`n${n}`, true)", gate)
+    sides = []
+    for key in ("ArrowRight", "ArrowLeft"):
+        tab.keyboard.press(key)
+        sides.append(tab.inner_text("#status"))
+        tab.evaluate("(n) => jetrl.select(`n${n}`, true)", gate)
+    assert "selected: model.layers.0.mlp.up_proj:fprop" in sides
+    tab.keyboard.press("ArrowUp")
+    assert tab.inner_text("#status").endswith("post_attention_layernorm:norm")
     zoom = tab.evaluate("jetrl.cy.zoom()")
     tab.keyboard.press("+")
     assert tab.evaluate("jetrl.cy.zoom()") > zoom
