@@ -10,6 +10,7 @@ from jetrl_compile.commands.check import ReportFormat
 
 if TYPE_CHECKING:
     from jetrl_compile.audit import Audit
+    from jetrl_compile.engines import EngineAudit
 
 POSITIONS = 8  # rows of the table of log-prob gaps
 
@@ -26,6 +27,13 @@ def command(
         typer.Argument(
             metavar="[ROLLOUT_DIR]",
             help="The weights that the rollout model is made from; the trainer's.",
+        ),
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Audit this engine (vllm) on what it samples, with TRAINER_DIR.",
         ),
     ] = None,
     recipe: Annotated[
@@ -54,14 +62,26 @@ def command(
     """Check structure, flow, bytes and log-probs of a trainer and its rollout model.
 
     The rollout model is made from the second folder's weights (or the first's), in
-    plain PyTorch. Exit status: 0 contained, 1 not, 2 could not tell (or an error).
+    plain PyTorch, or is a live engine's. Exit status: 0 contained, 1 not, 2 could not
+    tell (or an error).
     """
+    if engine is not None:
+        _audit_engine(
+            engine,
+            trainer,
+            report_format,
+            output,
+            recipe=recipe,
+            sequences=sequences,
+            length=length,
+            seed=seed,
+            tolerance=tolerance,
+        )
     with progress("loading") as step:
         import torch
 
         from jetrl_compile.audit import audit
         from jetrl_compile.model_loading import load_causal_model
-        from jetrl_compile.report import render
         from jetrl_compile.rollout import make_rollout_model
 
         step(f"loading {trainer}")
@@ -81,6 +101,30 @@ def command(
 
             step(f"drawing into {pictures}")
             write_audit(found, pictures)
+    _report(found, report_format, output)
+
+
+def _audit_engine(
+    engine: str,
+    trainer: Path,
+    report_format: ReportFormat,
+    output: Path | None,
+    **settings: Any,
+) -> None:
+    """Audit a live engine."""
+    with progress(f"starting {engine}") as step:
+        from jetrl_compile.engines import load_engine
+
+        found = load_engine(engine).audit(trainer, progress=step, **settings)
+    _report(found, report_format, output)
+
+
+def _report(
+    found: "Audit | EngineAudit", report_format: ReportFormat, output: Path | None
+) -> None:
+    """Write the report, and leave with its exit status."""
+    from jetrl_compile.report import render
+
     write_output(render(found.report, report_format.value), output)
     if output is not None:
         typer.echo(f"{found.report.verdict()}; the report is in {output}")
@@ -89,7 +133,7 @@ def command(
     raise typer.Exit(found.report.exit_status)
 
 
-def _gaps(found: "Audit") -> Any:
+def _gaps(found: "Audit | EngineAudit") -> Any:
     """The log-prob gap by position, as a table."""
     from rich.table import Table
 
