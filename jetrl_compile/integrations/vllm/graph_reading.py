@@ -75,8 +75,10 @@ class EngineContext(Context):
 
     Attributes:
         attributes: What the engine knows of opaque operators, by module.
+        strict: Whether another precision than the recipe's is an error.
     """
 
+    strict: bool = True
     attributes: Mapping[str, Mapping[str, Scalar]] | None = None
 
     @property
