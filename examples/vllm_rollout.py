@@ -13,17 +13,14 @@ from typing import Any
 
 import torch
 
-from jetrl_compile.integrations.vllm.engine import check_engine, refit
-from jetrl_compile.integrations.vllm.log_probs import (
-    gap_metrics,
-    sample,
-    trainer_log_probs,
-)
+from jetrl_compile.engines import load_engine
 from jetrl_compile.layers import compile_layers
 from jetrl_compile.model_loading import load_causal_model
 
+vllm: Any = load_engine("vllm")  # its functions, from jetrl_compile.integrations.vllm
 
-def load_engine(folder: Path, memory: float) -> Any:
+
+def start(folder: Path, memory: float) -> Any:
     """Return vLLM's LLM of a folder; `quantization="jetrl"` is all that is special."""
     # In this process, so that weights are pushed from GPU memory to GPU memory.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -42,8 +39,8 @@ def show_gap(llm: Any, trainer: Any, when: str, length: int) -> None:
     """Sample, score with the trainer, and print how far the two are apart."""
     vocabulary = int(trainer.get_input_embeddings().weight.shape[0])
     prompts = torch.randint(vocabulary, (8, 16)).tolist()
-    sampled = sample(llm, prompts, length)
-    found = gap_metrics(sampled, trainer_log_probs(trainer, sampled))
+    sampled = vllm.sample(llm, prompts, length)
+    found = vllm.gap_metrics(sampled, vllm.trainer_log_probs(trainer, sampled))
     k3 = found["rollout_corr/k3_kl"]
     mean = found["training/rollout_probs_diff_mean"]
     print(f"{when}: k3_kl {k3:.3g}, mean difference of probabilities {mean:.3g}")
@@ -71,15 +68,15 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256, help="tokens an answer")
     given = parser.parse_args()
     torch.manual_seed(0)
-    llm = load_engine(given.folder, given.memory)
+    llm = start(given.folder, given.memory)
     trainer: Any = load_causal_model(given.folder).to("cuda", torch.bfloat16)
-    print("at load:", check_engine(llm, trainer).verdict())
+    print("at load:", vllm.check_engine(llm, trainer).verdict())
     compile_layers(trainer)
     show_gap(llm, trainer, "at load", given.length)
     take_step(trainer, rate=1e-2)
-    print("after a step:", check_engine(llm, trainer).verdict())
-    print("pushed", refit(llm, trainer.named_parameters()), "tensors")
-    print("after the refit:", check_engine(llm, trainer).verdict())
+    print("after a step:", vllm.check_engine(llm, trainer).verdict())
+    print("pushed", vllm.refit(llm, trainer.named_parameters()), "tensors")
+    print("after the refit:", vllm.check_engine(llm, trainer).verdict())
     show_gap(llm, trainer, "after the refit", given.length)
 
 

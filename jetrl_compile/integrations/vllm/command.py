@@ -1,4 +1,4 @@
-"""What `jetrl graph --engine vllm` and `jetrl audit --engine vllm` run."""
+"""The engine "vllm" by name: what commands run, and what people do with it."""
 
 import os
 from collections.abc import Callable
@@ -10,7 +10,11 @@ import torch
 from jetrl_compile.containment import Difference, LevelResult
 from jetrl_compile.engines import EngineAudit
 from jetrl_compile.errors import ModelError, one_line
-from jetrl_compile.integrations.vllm.engine import check_engine, engine_graph
+from jetrl_compile.integrations.vllm.engine import (
+    check_engine,
+    engine_graph,
+    refit,
+)
 from jetrl_compile.integrations.vllm.log_probs import (
     gap_metrics,
     sample,
@@ -18,6 +22,17 @@ from jetrl_compile.integrations.vllm.log_probs import (
 )
 from jetrl_compile.precision_graph import PrecisionGraph
 
+__all__ = [
+    "audit",
+    "check_engine",
+    "engine_graph",
+    "gap_metrics",
+    "graph",
+    "load",
+    "refit",
+    "sample",
+    "trainer_log_probs",
+]
 Progress = Callable[[str], None]
 GPU_MEMORY = 0.4  # of the GPU, for the engine: the trainer needs the rest
 

@@ -20,6 +20,7 @@ from jetrl_compile.errors import LoweringError
 from jetrl_compile.formats import Flow
 from jetrl_compile.integrations.vllm.graph_reading import EngineContext, infos_by_reader
 from jetrl_compile.integrations.vllm.settings import Reports, Settings
+from jetrl_compile.integrations.vllm.sharding import WholeShapes
 from jetrl_compile.integrations.vllm.spelling import spell_norms
 from jetrl_compile.integrations.vllm.spelling_rope import spell_rope
 from jetrl_compile.kernels import ops
@@ -66,6 +67,7 @@ def run_passes(
     *,
     spell: bool = True,
     strict: bool = True,
+    whole: WholeShapes | None = None,
 ) -> CompileReport:
     """Rewrite a functional graph of vLLM's in place.
 
@@ -78,6 +80,7 @@ def run_passes(
         spell: Whether norms are to be written as the trainer writes them.
         strict: Whether another precision than the recipe's is an error; else it stays
             in the graph, for the containment check to name.
+        whole: N and K of whole layers by module, for one rank of several.
 
     Raises:
         LoweringError: A pass changed the precision flow.
@@ -97,6 +100,7 @@ def run_passes(
     )
     context.attributes = attributes
     context.strict = strict
+    context.whole = whole
     for name, run in _PASSES:
         changes[name] = run(context)
     assert context.final is not None

@@ -17,7 +17,11 @@ from jetrl_compile.captured_graph import CapturedGraph
 from jetrl_compile.containment import ContainmentReport, check_containment
 from jetrl_compile.errors import RefitError
 from jetrl_compile.graph_json import graph_from_json, graph_to_json
-from jetrl_compile.integrations.vllm.live_model import attention_facts, config_of
+from jetrl_compile.integrations.vllm.live_model import (
+    attention_facts,
+    config_of,
+    whole_shapes,
+)
 from jetrl_compile.precision_graph import PrecisionGraph
 
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -177,6 +181,7 @@ def _live(model: nn.Module) -> Any:
             reports=config.reports,
             attributes=attention_facts(model),
             head=ranks == 1,
+            whole=whole_shapes(model) if ranks > 1 else None,
             meta={
                 "engine": "vllm",
                 "tensor_parallel": str(ranks),

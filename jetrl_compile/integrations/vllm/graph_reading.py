@@ -9,6 +9,12 @@ from torch.fx import Graph, Node
 from jetrl_compile.capture import PlaceholderInfo, canonical_path, capture, op_name
 from jetrl_compile.captured_graph import CapturedGraph
 from jetrl_compile.graph_builder import BuiltGraph, build_precision_graph
+from jetrl_compile.integrations.vllm.sharding import (
+    META,
+    WholeShapes,
+    with_whole_shapes,
+    without_sums,
+)
 from jetrl_compile.kernels.dispatch import PROVIDERS
 from jetrl_compile.passes.context import Context
 from jetrl_compile.passes.expand_fused import expand_fused
@@ -76,9 +82,12 @@ class EngineContext(Context):
     Attributes:
         attributes: What the engine knows of opaque operators, by module.
         strict: Whether another precision than the recipe's is an error.
+        whole: N and K of whole layers by module, to read a rank's graph as that of the
+            whole model; None: as it is.
     """
 
     strict: bool = True
+    whole: WholeShapes | None = None
     attributes: Mapping[str, Mapping[str, Scalar]] | None = None
 
     @property
@@ -93,15 +102,29 @@ class EngineContext(Context):
                 prefix=self.prefix,
                 attributes=self.attributes,
             )
-            self._built = build(captured, self.meta)
+            self._built = build(captured, self.meta, self.whole)
         return self._built
 
 
-def build(captured: CapturedGraph, meta: Mapping[str, Any]) -> BuiltGraph:
-    """Return the precision graph of a captured graph of vLLM's."""
+def build(
+    captured: CapturedGraph, meta: Mapping[str, Any], whole: WholeShapes | None = None
+) -> BuiltGraph:
+    """Return the precision graph of a captured graph of vLLM's.
+
+    Args:
+        captured: The graph.
+        meta: Of the precision graph.
+        whole: N and K of whole layers by module, to read a rank's graph as that of the
+            whole model; None: as it is.
+    """
     for node in captured.nodes:
         if node.target == GEMM_PARTS:  # one GEMM, whose scales tell its parts
             node.target = "jetrl.gemm"
             node.args = (*node.args[:4], *node.args[5:])
     invariant = {p.name: p.batch_invariant for p in PROVIDERS.values()}
-    return build_precision_graph(captured, invariant, **meta)
+    if whole is None:
+        return build_precision_graph(captured, invariant, **meta)
+    sums = without_sums(captured)
+    said = {META: f"{sums} sums over ranks, of BF16 results"} if sums else {}
+    built = build_precision_graph(captured, invariant, **{**meta, **said})
+    return with_whole_shapes(built, whole)

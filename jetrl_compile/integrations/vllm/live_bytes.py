@@ -8,7 +8,11 @@ from torch import Tensor, nn
 
 from jetrl_compile.containment import Difference, LevelResult
 from jetrl_compile.errors import ModelError
-from jetrl_compile.integrations.vllm.live_model import parts_of, plain_parameters
+from jetrl_compile.integrations.vllm.live_model import (
+    parts_of,
+    plain_parameters,
+    vocabulary_rows,
+)
 from jetrl_compile.integrations.vllm.storage import (
     LAYOUT,
     quantize_part,
@@ -72,6 +76,7 @@ def _pairs(model: nn.Module, masters: Mapping[str, Tensor]) -> Iterable[_Pair]:
         own = scales_of(layer).detach()[part.scale_low : high]
         yield _Pair(f"{name}.{scale_name(layout.flow)}", gemm, "w", own, scales)
     layers = quantized_layers(model)
+    modules = dict(model.named_modules())
     for name, parameter in plain_parameters(model).items():
         path, _, leaf = name.rpartition(".")
         if path in layers:
@@ -79,7 +84,8 @@ def _pairs(model: nn.Module, masters: Mapping[str, Tensor]) -> Iterable[_Pair]:
                 stored = parameter.detach()[part.low : part.low + part.rows]
                 yield _plain(f"{part.name}.{leaf}", stored, masters, part.source[0])
         else:
-            yield _plain(name, parameter.detach(), masters, slice(None))
+            rows = vocabulary_rows(modules.get(path)) or slice(None)
+            yield _plain(name, parameter.detach(), masters, rows)
 
 
 def _plain(

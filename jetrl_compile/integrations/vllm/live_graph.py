@@ -21,6 +21,7 @@ from jetrl_compile.errors import LoweringError, ModelError, one_line
 from jetrl_compile.graph_inputs import match_placeholders, placeholder_infos
 from jetrl_compile.integrations.vllm.compile_pass import capture_graph, run_passes
 from jetrl_compile.integrations.vllm.settings import Settings
+from jetrl_compile.integrations.vllm.sharding import WholeShapes
 from jetrl_compile.integrations.vllm.spelling import functionalize_norms
 from jetrl_compile.pipeline import CompileReport
 from jetrl_compile.precision_graph import PrecisionGraph
@@ -58,6 +59,7 @@ def trace_live(
     attributes: Mapping[str, Mapping[str, Any]] | None = None,
     head: bool = True,
     meta: Mapping[str, str] | None = None,
+    whole: WholeShapes | None = None,
 ) -> LiveGraph:
     """Return the precision graph of a loaded model of vLLM's.
 
@@ -69,6 +71,7 @@ def trace_live(
         attributes: What the engine knows of opaque operators, by module.
         head: Whether the output head is traced, too.
         meta: More entries for the graph's `meta`.
+        whole: N and K of whole layers by module, for one rank of several.
 
     Raises:
         ModelError: Dynamo cannot trace the model as one graph.
@@ -85,7 +88,9 @@ def trace_live(
 
         def inference(lowered: GraphModule, _: Sequence[Any]) -> Any:
             known = match_placeholders(lowered.graph, infos, shapes)
-            found.append(_read(lowered, known, settings, fused, attributes, meta or {}))
+            found.append(
+                _read(lowered, known, settings, fused, attributes, meta or {}, whole)
+            )
             raise _StopError
 
         return _to_aten(gm, inputs, inference)
@@ -107,11 +112,19 @@ def _read(
     fused: bool,
     attributes: Mapping[str, Mapping[str, Any]] | None,
     meta: Mapping[str, str],
+    whole: WholeShapes | None,
 ) -> LiveGraph:
     captured = capture_graph(lowered.graph, known, attributes)
     own = settings if fused else replace(settings, fuse=False)
     report = run_passes(
-        lowered.graph, own, known, attributes, meta, spell=fused, strict=False
+        lowered.graph,
+        own,
+        known,
+        attributes,
+        meta,
+        spell=fused,
+        strict=False,
+        whole=whole,
     )
     return LiveGraph(report.graph, captured, 0, report.changes)
 
@@ -203,8 +216,8 @@ def compare_pieces(
             edges = graph.operands.get(name, {})
             own = report.graph.operands[op.name]
             same = wanted is not None and all(
-                (getattr(op, key) == getattr(wanted, key))
-                for key in ("kind", "role", "params", "compute_dtype", "provider")
+                getattr(op, key) == getattr(wanted, key)
+                for key in ("kind", "role", "compute_dtype", "provider")
             )
             if not same or any(
                 own[key].flow != edge.flow for key, edge in edges.items() if key in own

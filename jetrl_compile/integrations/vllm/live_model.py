@@ -48,6 +48,19 @@ def plain_parameters(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def whole_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return N and K of the unsharded FP8 layers, by Hugging Face's module paths."""
+    return {name: part.shape for name, (_, part) in parts_of(model).items()}
+
+
+def vocabulary_rows(module: Any) -> slice | None:
+    """Return which rows of an embedding or head a rank has; None for other modules."""
+    indices = getattr(module, "shard_indices", None)
+    if indices is None:
+        return None
+    return slice(indices.org_vocab_start_index, indices.org_vocab_end_index)
+
+
 def attention_facts(model: nn.Module) -> Mapping[str, Mapping[str, Any]]:
     """Return what attentions do, which vLLM's graph does not show, by module."""
     found = {}
