@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint pytest test-gpu sanitize bench bench-graph wheel-check clean
+.PHONY: help demo test lint pytest test-gpu sanitize bench bench-graph wheel-check docs clean
 
 help:
 	@echo "make demo         a real model through one FP8 RL step (ARGS=... for its options)"
@@ -20,6 +20,7 @@ help:
 	@echo "make bench        the speed that must be reached on one H200 (ARGS=... for others)"
 	@echo "make bench-graph  cost of building and checking precision graphs"
 	@echo "make wheel-check  the built wheel, installed and used outside the checkout"
+	@echo "make docs         the documentation as a site, in build/site"
 	@echo "make clean        remove .venv and what the tools cached"
 
 demo: $(VENV)/.demo
@@ -53,6 +54,10 @@ bench-graph: $(VENV)/.dev
 
 wheel-check: $(VENV)/.dev
 	$(BIN)/python tests/wheel_check.py
+
+# The variable silences an advertisement for the theme's successor, not a warning.
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -91,7 +96,7 @@ $(VENV)/.dev: $(VENV)/.demo
 	@command -v $${CXX:-g++} >/dev/null || \
 	  { echo "no C++ compiler found, with which torch's Inductor builds CPU code in" \
 	  "the tests. Install one (Debian, Ubuntu: apt install g++), or set CXX" >&2; exit 1; }
-	$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[demo,dev,show]"
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[demo,dev,docs,show]"
 	touch $@
 
 # For the tests of the HTML page: a Chromium that is installed, or the one that an npm
