@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from jetrl_compile.differences import LEVELS, Difference
 
@@ -48,6 +49,28 @@ class Listed:
     reason: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """What the texts of a report call things.
+
+    Attributes:
+        heading: What is compared.
+        sides: The two graphs, as sentences name them.
+        check: One word for names of test suites and rules.
+        is_change: Whether the second graph is a later state of the first.
+    """
+
+    heading: str
+    sides: tuple[str, str]
+    check: str
+    is_change: bool = False
+
+
+WORDING = Wording(
+    "Precision flow of rollout and training", ("rollout", "train"), "containment"
+)
+
+
 @dataclass(frozen=True)
 class ContainmentReport:
     """Whether a rollout graph is contained in a training forward graph, and why not.
@@ -77,6 +100,8 @@ class ContainmentReport:
     train_meta: Mapping[str, str] = field(default_factory=dict)
     strict: bool = False
     undecided: str = ""
+
+    wording: ClassVar[Wording] = WORDING
 
     @property
     def contained(self) -> bool | None:

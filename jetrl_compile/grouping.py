@@ -4,12 +4,21 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jetrl_compile.containment_report import ContainmentReport, Listed
+from jetrl_compile.containment_report import (
+    WORDING,
+    ContainmentReport,
+    Listed,
+    Wording,
+)
 from jetrl_compile.differences import Difference, attribute_label, remedy
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a path component that is a number
 _LAYER_WORDS = ("layers", "layer", "blocks", "block", "h")
 _NAMED = ("source", "edge")  # attributes whose values are operator names
+# Within a level, what makes other differences comes before what follows from it: the
+# quantizer and dtypes before formulas, these before kernels.
+_RANKS = {"operator": 1, "edge": 1, "formula": 2, "provider": 3, "batch_invariant": 4}
+_LAST = ("saved_dtype",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +51,9 @@ class DifferenceGroup:
         first = self.differences[0]
         if len(self.differences) == 1:
             return first.message
-        text = first.message.replace(first.name, self.where, 1)
+        text = first.message.replace(subject(first), self.where, 1)
+        if text != first.message and first.rollout is None and first.train is None:
+            text += " (the first of them)"
         for value, pattern in (
             (first.rollout, self.rollout),
             (first.train, self.train),
@@ -64,7 +75,8 @@ def group_differences(
         report: A report, for its differences, or differences.
 
     Returns:
-        Groups: the lowest level first, then the most frequent, then the earliest.
+        Groups: each difference in exactly one. The lowest level first, then what other
+        differences follow from, then the most frequent, then the earliest.
     """
     found = report.differences if isinstance(report, ContainmentReport) else report
     groups: dict[tuple[object, ...], list[Difference]] = {}
@@ -75,10 +87,28 @@ def group_differences(
             _value(item, item.rollout),
             _value(item, item.train),
             pattern(item.name),
+            pattern(subject(item)),
         )
         groups.setdefault(key, []).append(item)
-    ordered = sorted(groups.values(), key=lambda items: (items[0].level, -len(items)))
+    ordered = sorted(groups.values(), key=lambda items: (*_rank(items[0]), -len(items)))
     return tuple(_group(items) for items in ordered)
+
+
+def subject(item: Difference) -> str:
+    """Return what a difference is about: its name, or the stored tensor that differs.
+
+    A stored tensor (codes and scales of one operand are two) begins its message.
+    """
+    if item.rollout is None and item.train is None:
+        first, colon, _ = item.message.partition(": ")
+        if colon and first and not any(map(str.isspace, first)):
+            return first
+    return item.name
+
+
+def _rank(item: "Difference | Cause") -> tuple[int, int]:
+    last = 5 if item.attribute in _LAST else 0
+    return (item.level, _RANKS.get(item.attribute, last))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +117,11 @@ class Cause:
 
     Attributes:
         groups: The most frequent first; never empty.
+        wording: What its texts call the two graphs.
     """
 
     groups: tuple[DifferenceGroup, ...]
+    wording: Wording = WORDING
 
     @property
     def level(self) -> int:
@@ -110,14 +142,18 @@ class Cause:
     def title(self) -> str:
         """What differs, without the places."""
         group = self.groups[0]
+        before, after = self.wording.sides
         if group.attribute == "bytes":
             return "stored bytes are not those that the trainer's weights give"
         if group.attribute == "values":
             return "the same tokens give other log-probs"
         if group.attribute == "operator":
-            return f"operator of kind {group.rollout} is in rollout, not in train"
+            kind = group.rollout or group.train
+            there, absent = (before, after) if group.rollout else (after, before)
+            return f"operator of kind {kind} is in {there}, not in {absent}"
         if group.attribute == "edge":
-            return "operand is read in rollout, not in train"
+            there, absent = (before, after) if group.rollout else (after, before)
+            return f"operand is read in {there}, not in {absent}"
         if group.attribute == "source":
             return "operand is read from another operator"
         if group.rollout is None and group.train is None:
@@ -127,7 +163,9 @@ class Cause:
             for value in (group.rollout, group.train)
         )
         label = attribute_label(group.attribute)
-        return f"{label} is {first} in rollout, {second} in train"
+        if self.wording.is_change:
+            return f"{label} {first} -> {second}"
+        return f"{label} is {first} in {before}, {second} in {after}"
 
     @property
     def remedy(self) -> str:
@@ -142,9 +180,11 @@ class Cause:
             if first.rollout is None and first.train is None:
                 lines.append(group.message)
             elif self.attribute == "source":
-                lines.append(f"{group.where}: {group.rollout}, in train {group.train}")
+                after = self.wording.sides[1]
+                values = f"{group.rollout}, in {after} {group.train}"
+                lines.append(f"{group.where}: {values}")
             elif self.attribute == "edge":
-                lines.append(f"{group.where}: {group.rollout}")
+                lines.append(f"{group.where}: {group.rollout or group.train}")
             else:
                 lines.append(group.where)
         return lines
@@ -159,15 +199,17 @@ def group_causes(
         found: A report, for its differences, or differences.
 
     Returns:
-        Causes: the lowest level first, then the one with the most differences.
+        Causes: the lowest level first, then what other differences follow from, then
+        the one with the most differences.
     """
+    wording = found.wording if isinstance(found, ContainmentReport) else WORDING
     causes: dict[tuple[object, ...], list[DifferenceGroup]] = {}
     for group in group_differences(found):
         values = (group.rollout, group.train) if group.attribute not in _NAMED else ()
         key = (group.level, group.attribute, *values)
         causes.setdefault(key, []).append(group)
-    merged = [Cause(tuple(groups)) for groups in causes.values()]
-    return tuple(sorted(merged, key=lambda cause: (cause.level, -cause.size)))
+    merged = [Cause(tuple(groups), wording) for groups in causes.values()]
+    return tuple(sorted(merged, key=lambda cause: (*_rank(cause), -cause.size)))
 
 
 def where(names: Sequence[str]) -> str:
@@ -242,8 +284,8 @@ def _group(items: list[Difference]) -> DifferenceGroup:
         first.attribute,
         _value(first, first.rollout),
         _value(first, first.train),
-        pattern(first.name),
-        where([item.name for item in items]),
+        pattern(subject(first)),
+        where([subject(item) for item in items]),
         tuple(items),
     )
 

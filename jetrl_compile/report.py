@@ -10,26 +10,38 @@ from jetrl_compile.report_github import github_report
 from jetrl_compile.report_json import json_report
 from jetrl_compile.report_junit import junit_report
 from jetrl_compile.report_markdown import markdown_report
+from jetrl_compile.report_origin import Origin
+from jetrl_compile.report_sarif import sarif_report
 from jetrl_compile.report_text import text_report
 
-FORMATS: Mapping[str, Callable[[ContainmentReport], str]] = MappingProxyType(
+FORMATS: tuple[str, ...] = ("text", "md", "json", "junit", "github", "sarif")
+SUFFIXES: Mapping[str, str] = MappingProxyType(
+    {".txt": "text", ".md": "md", ".json": "json", ".xml": "junit", ".sarif": "sarif"}
+)
+"""The format that a file's name says."""
+_PLAIN: Mapping[str, Callable[[ContainmentReport], str]] = MappingProxyType(
     {
         "text": text_report,
         "md": markdown_report,
         "json": json_report,
         "junit": junit_report,
-        "github": github_report,
     }
+)
+_WITH_ORIGIN: Mapping[str, Callable[[ContainmentReport, Origin | None], str]] = (
+    MappingProxyType({"github": github_report, "sarif": sarif_report})
 )
 
 
-def render(report: ContainmentReport, format_name: str = "text") -> str:
+def render(
+    report: ContainmentReport, format_name: str = "text", origin: Origin | None = None
+) -> str:
     """Return a report as text that ends with a line break.
 
     Args:
-        report: What `check_containment` or an audit returned.
+        report: What `check_containment`, an audit or a comparison with a lock returned.
         format_name: "text" for people, "md" for a pull-request comment, "json" with
-            everything, "junit" (XML) or "github" (annotations) for CI.
+            everything; for CI "junit" (XML), "github" (annotations) and "sarif".
+        origin: The file that annotations and SARIF results point at.
 
     Raises:
         OutputError: The format is unknown.
@@ -41,4 +53,6 @@ def render(report: ContainmentReport, format_name: str = "text") -> str:
             f"report format {format_name!r} is unknown; {hint}known: "
             f"{', '.join(FORMATS)}"
         )
-    return FORMATS[format_name](report)
+    if format_name in _PLAIN:
+        return _PLAIN[format_name](report)
+    return _WITH_ORIGIN[format_name](report, origin)

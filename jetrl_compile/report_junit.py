@@ -4,10 +4,9 @@ import re
 import xml.etree.ElementTree as ET
 
 from jetrl_compile.containment_report import ContainmentReport, LevelResult
-from jetrl_compile.grouping import group_causes
+from jetrl_compile.report_cause import explain
 from jetrl_compile.report_text import cause_heading, shortened
 
-SUITE = "jetrl.containment"
 _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -18,9 +17,10 @@ def junit_report(report: ContainmentReport) -> str:
     containment could then not be told; another level that was not run is skipped.
     """
     root = ET.Element("testsuites")
-    suite = ET.SubElement(root, "testsuite", name=SUITE)
+    suite = ET.SubElement(root, "testsuite", name=_suite(report))
     properties = ET.SubElement(suite, "properties")
-    for side, meta in (("rollout", report.rollout_meta), ("train", report.train_meta)):
+    metas = report.rollout_meta, report.train_meta
+    for side, meta in zip(report.wording.sides, metas, strict=True):
         for key, value in meta.items():
             ET.SubElement(
                 properties,
@@ -44,16 +44,16 @@ def _test_case(
     suite: ET.Element, report: ContainmentReport, level: LevelResult
 ) -> None:
     name = f"level {level.level} {level.name}"
-    case = ET.SubElement(suite, "testcase", classname=SUITE, name=name)
+    case = ET.SubElement(suite, "testcase", classname=_suite(report), name=name)
     if level.status == "failed":
-        causes = [cause for cause in group_causes(report) if cause.level == level.level]
+        found = [each for each in explain(report) if each.cause.level == level.level]
         lines = [level.reason] if level.reason else []
-        for cause in causes:
-            lines.append(cause_heading(cause))
-            lines += [f"  {line}" for line in shortened(cause.places())]
-            if cause.remedy:
-                lines.append(f"  -> {cause.remedy}")
-        headings = [cause_heading(cause) for cause in causes] or [level.reason]
+        for each in found:
+            lines.append(cause_heading(each.cause))
+            lines += [f"  {line}" for line in shortened(each.cause.places())]
+            lines += [f"  = {each.meaning}"] if each.meaning else []
+            lines += [f"  -> {each.fix}"] if each.fix else []
+        headings = [each.headline for each in found] or [level.reason]
         message = headings[0]
         if len(headings) > 1:
             message += f", and {len(headings) - 1} more"
@@ -63,6 +63,10 @@ def _test_case(
     elif level.status == "not run":
         tag = "error" if level.level in (1, 2) else "skipped"
         ET.SubElement(case, tag, message=_legal(level.reason))
+
+
+def _suite(report: ContainmentReport) -> str:
+    return f"jetrl.{report.wording.check}"
 
 
 def _legal(text: str) -> str:

@@ -17,6 +17,7 @@ class ReportFormat(str, Enum):
     JSON = "json"
     JUNIT = "junit"
     GITHUB = "github"
+    SARIF = "sarif"
 
 
 def command(

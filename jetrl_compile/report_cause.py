@@ -1,0 +1,261 @@
+"""Each cause in a few words: what differs, where, what follows, what to do."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jetrl_compile.containment_report import ContainmentReport
+from jetrl_compile.grouping import Cause, group_causes, pattern, subject, where
+from jetrl_compile.precision_graph import UNKNOWN
+
+MAX_PARTS = 4  # names of one layer's parts in a summary
+_SHARE = re.compile(r"\b(\d+) of (\d+) elements\b")  # as level 3 writes it
+_WORST = 0.2  # a share of codes that no second rounding changes
+_QUANTIZER = (
+    *("granularity", "direction", "scale_format", "amax_floor", "scale_apply"),
+    *("source_dtype", "scale_layout"),
+)
+_MEANINGS = {
+    "granularity": "one side shares a scale among other elements than the other",
+    "direction": "scales run along another dimension: shapes may agree, values do not",
+    "scale_apply": "one side multiplies by the reciprocal of the scale, the other "
+    "divides: 1.4e-4 to 5.4e-4 of the codes differ",
+    "amax_floor": "a larger floor flattens blocks of small values: their codes become "
+    "coarse or zero",
+    "source_dtype": "one side quantizes the FP32 master weight, the other its BF16 "
+    "rounding: equal at step 0, 1-3% of the codes differ after an optimizer step",
+    "scale_layout": "scales are read in another memory order: shapes agree, values do "
+    "not",
+    "formula": "the same operator is made of other steps, constants or dimensions",
+    "provider": "two kernels that need not give the same bits",
+    "batch_invariant": "one side's result depends on what else is in the batch",
+    "params.straddles": "a quantization block spans two parts of a fused layer, "
+    "which share scales on one side only",
+    "params.eps": "the norms compute other values",
+    "values": "what the trainer learns from is not what the rollout sampled",
+    "memory order": "equal bytes in another order are other weights",
+}
+_OPERANDS = (  # role of the operator, its operand, what reading another dtype means
+    ("norm", "x", "{wide} normalizes the sum without rounding it to {low} first"),
+    ("rope", "", "{wide} rotates in {high}, {narrow} in {low}"),
+    ("activation", "", "{wide} computes the activation in {high}, {narrow} in {low}"),
+    ("residual_add", "", "{wide} adds the residual in {high}, {narrow} in {low}"),
+    ("bias_add", "", "{wide} adds the bias in {high}, {narrow} in {low}"),
+    ("fprop", "bias", "{wide} adds the bias in {high}, {narrow} in {low}"),
+    ("embedding", "weight", "{narrow} stores the embedding in {low}, {wide} in {high}"),
+)
+_FIXES = {  # where `differences.remedy` has none
+    "params.rounded": "round to one dtype inside this operator on both sides",
+    "params.eps": "give both models one config",
+    "params.N": "compare models of one size; cut padding off before it is compared",
+    "params.K": "compare models of one size; cut padding off before it is compared",
+    "values": "look at the levels above; if they pass, at kernels that depend on the "
+    "batch, and at masks and positions, which no graph shows",
+    "shape": "refit the rollout model from the trainer's weights",
+}
+_WIDTHS = {"e4m3": 8, "e5m2": 8, "bf16": 16, "fp16": 16, "fp32": 32, "fp64": 64}
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A cause, for people.
+
+    Attributes:
+        cause: What it explains.
+        summary: All its places in one line.
+        meaning: What it does or comes from, one sentence without a full stop, or "".
+        fix: What to do about it, or "".
+    """
+
+    cause: Cause
+    summary: str
+    meaning: str
+    fix: str
+
+    @property
+    def headline(self) -> str:
+        """What differs and where, in one line."""
+        return f"{self.cause.title}: {self.summary}"
+
+
+def explain(report: ContainmentReport) -> tuple[Explanation, ...]:
+    """Return the causes of a report with their explanations, in order."""
+    fp8 = report.counts.get("FP8 GEMMs in rollout", 0)
+    reasons = {item.name: item.reason for item in report.high_precision}
+    return tuple(
+        Explanation(
+            cause,
+            summary(cause, fp8),
+            meaning(cause, reasons),
+            "" if cause.wording.is_change else fix(cause),
+        )
+        for cause in group_causes(report)
+    )
+
+
+def fix(cause: Cause) -> str:
+    """Return what to do about a cause, "" where nothing is known to help."""
+    return cause.remedy or _FIXES.get(cause.attribute, "")
+
+
+def summary(cause: Cause, fp8_gemms: int = 0) -> str:
+    """Return all places of a cause in one line.
+
+    Args:
+        cause: The cause.
+        fp8_gemms: How many FP8 GEMMs the graph has, to say "all"; 0: not known.
+    """
+    found = [item for group in cause.groups for item in group.differences]
+    operators = {item.operator for item in found}
+    operands = list(dict.fromkeys(item.operand for item in found))
+    if (
+        cause.attribute in _QUANTIZER
+        and fp8_gemms == len(operators) > 1
+        and all(name.endswith(":fprop") for name in operators)
+    ):
+        reads = f" ({' and '.join(operands)})" if all(operands) else ""
+        return f"all {fp8_gemms} FP8 GEMMs{reads}, {_layers(operators)}".rstrip(", ")
+    if len(cause.groups) == 1:
+        return cause.groups[0].where
+    rows = {_place(group.place) for group in cause.groups}
+    heads = {where_head(group.where) for group in cause.groups}
+    if len(heads) == 1 and len(rows) == 1 and (head := heads.pop()):
+        tails = [group.where.removeprefix(f"{head}, ") for group in cause.groups]
+        return f"{head}, {listed(tails)}"
+    places = list(dict.fromkeys(group.where for group in cause.groups))
+    more = f"; and {len(places) - 2} more" if len(places) > 2 else ""
+    return f"{len(found)} places: {'; '.join(places[:2])}{more}"
+
+
+def meaning(cause: Cause, reasons: dict[str, str] | None = None) -> str:
+    """Return what a cause does or comes from, "" where nothing more is known.
+
+    Args:
+        cause: The cause.
+        reasons: Why operators are in high precision, by name.
+    """
+    group = cause.groups[0]
+    before, after = cause.wording.sides
+    if cause.attribute == "fp8":
+        side = after if group.rollout == "e4m3" else before
+        names = [item.operator for each in cause.groups for item in each.differences]
+        known = {(reasons or {}).get(name, "") for name in names} - {""}
+        why = f": {known.pop()}" if len(known) == 1 else ""
+        return f"{side} leaves them in high precision{why}"
+    if cause.attribute == "scale_format":
+        if "ue8m0" not in (group.rollout, group.train):
+            return ""
+        side = before if group.rollout == "ue8m0" else after
+        return (
+            f"{side} rounds scales to powers of two, which changes 87-100% of the codes"
+        )
+    if cause.attribute != "operator" and UNKNOWN in (group.rollout, group.train):
+        side = before if group.rollout == UNKNOWN else after
+        return f"the graph of {side} does not show it"
+    if cause.attribute == "params.rounded":
+        return "inside, one side keeps what the other rounds before it goes on"
+    if cause.attribute in ("dtype", "compute_dtype"):
+        return _dtype_meaning(cause)
+    if cause.attribute == "bytes":
+        return _bytes_meaning(cause)
+    if cause.attribute in ("params.N", "params.K"):
+        return "the two GEMMs have other sizes: a padded or sharded weight on one side"
+    return _MEANINGS.get(cause.attribute, "")
+
+
+def where_head(text: str) -> str:
+    """Return "36 layers (model.layers.0-35)" of a text that `where` made, or ""."""
+    match = re.match(r"(?:\d+ places in )?\d+ (?:layer|place)s? \([^()\s]*\)", text)
+    return match.group() if match else ""
+
+
+def listed(parts: Iterable[str], most: int = MAX_PARTS) -> str:
+    """Return "a, b and c", or "a, b and 5 more"."""
+    items = list(dict.fromkeys(parts))
+    if len(items) > most:
+        return f"{', '.join(items[: most - 1])} and {len(items) - most + 1} more"
+    if len(items) < 2:
+        return "".join(items)
+    return f"{', '.join(items[:-1])} and {items[-1]}"
+
+
+def _layers(names: Iterable[str]) -> str:
+    """Return the layers that operators are in, without the parts: "2 layers (...)"."""
+    numbered = [name for name in names if "*" in pattern(name)]
+    prefixes: dict[str, list[str]] = {}
+    for name in numbered:
+        place = pattern(name).partition("*")[0]
+        number = name[len(place) :].partition(".")[0].partition(":")[0]
+        prefixes.setdefault(place, []).append(place + number)
+    texts = [where(sorted(set(found), key=_number)) for found in prefixes.values()]
+    return ", ".join(texts)
+
+
+def _number(name: str) -> int:
+    last = name.rpartition(".")[2]
+    return int(last) if last.isdecimal() else 0
+
+
+def _place(place: str) -> str:
+    return place.partition("*")[0]
+
+
+def _dtype_meaning(cause: Cause) -> str:
+    """What reading or computing in another dtype means at all places."""
+    before, after = cause.wording.sides
+    values = cause.groups[0].rollout or "", cause.groups[0].train or ""
+    if not all(value in _WIDTHS for value in values):
+        return ""
+    pairs = zip(values, (before, after), strict=True)
+    (low, narrow), (high, wide) = sorted(pairs, key=lambda pair: _WIDTHS[pair[0]])
+    words = {"low": low.upper(), "high": high.upper(), "narrow": narrow, "wide": wide}
+    meanings = set()
+    for group in cause.groups:
+        first = group.differences[0]
+        role = first.operator.rpartition(":")[2].partition(".")[0]
+        for kind, operand, text in _OPERANDS:
+            if role == kind and (operand == first.operand or not operand):
+                meanings.add(text.format(**words))
+                break
+        else:
+            meanings.add("")
+    if len(meanings) == 1:
+        return meanings.pop()
+    first = cause.groups[0].differences[0]
+    return f"the first in execution order is {first.name}"
+
+
+def _bytes_meaning(cause: Cause) -> str:
+    """What stored bytes that differ come from: codes, scales, or both."""
+    codes: dict[str, float] = {}
+    scales: dict[str, float] = {}
+    for group in cause.groups:
+        for item in group.differences:
+            name = subject(item)
+            module, _, tensor = name.rpartition(".")
+            match = _SHARE.search(item.message)
+            share = int(match[1]) / max(int(match[2]), 1) if match else 0.0
+            (scales if "scale" in tensor else codes)[module] = share
+    if scales and not codes:
+        return (
+            "scales differ while the codes agree: scales were changed (rounded to "
+            "powers of two, for example) after the codes were made"
+        )
+    if codes and not scales:
+        if max(codes.values()) > _WORST:
+            return (
+                "codes differ while the scales agree: codes were copied in another "
+                "memory layout"
+            )
+        if len(codes) > 1:
+            return (
+                "a small share of the codes differs while the scales agree: another "
+                "rounding before they were made"
+            )
+        return "codes differ while the scales agree: bytes were changed after the sync"
+    if max(codes.values(), default=0.0) <= _WORST:
+        return (
+            "a small share of the codes differs: one side quantized FP32 masters, the "
+            "other their BF16 rounding"
+        )
+    return "codes and scales differ: the rollout model has the weights of another step"
