@@ -37,6 +37,10 @@ class RefitError(JetRLError, RuntimeError):
     """A weight sync that failed; the rollout model must not generate."""
 
 
+class ContainmentError(JetRLError, RuntimeError):
+    """A live rollout that is not contained in the trainer; the run must stop."""
+
+
 class OutputError(JetRLError, OSError):
     """A file that cannot be written."""
 

@@ -1,0 +1,92 @@
+"""Write reasoning-gym tasks as the parquet files that verl reads.
+
+python -m jetrl_compile.examples.verl_grpo.make_data FOLDER --task gcd --train 2048
+"""
+
+import argparse
+import importlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jetrl_compile.errors import ModelError
+from jetrl_compile.examples.tasks import INSTRUCTION, TASKS
+
+SOURCE = "reasoning_gym"
+
+
+def rows(
+    names: Sequence[str], count: int, seed: int, split: str
+) -> Iterator[dict[str, Any]]:
+    """Yield verl's rows of tasks, taking turns among datasets of reasoning-gym.
+
+    The first question of each dataset is the worked example of the others.
+
+    Args:
+        names: Keys of `jetrl_compile.examples.tasks.TASKS`.
+        count: How many rows.
+        seed: Of reasoning-gym's generators.
+        split: "train" or "val".
+
+    Raises:
+        ModelError: A name is unknown.
+    """
+    gym: Any = importlib.import_module("reasoning_gym")
+    if unknown := [name for name in names if name not in TASKS]:
+        raise ModelError(f"task {unknown[0]!r} is unknown; known: {', '.join(TASKS)}")
+    each = -(-count // len(names))
+    made = {
+        name: gym.create_dataset(name, size=each + 1, seed=seed, **TASKS[name])
+        for name in names
+    }
+    for index in range(count):
+        name = names[index % len(names)]
+        worked, entry = made[name][0], made[name][1 + index // len(names)]
+        prompt = [
+            {"role": "system", "content": INSTRUCTION},
+            {"role": "user", "content": worked["question"]},
+            {"role": "assistant", "content": str(worked["answer"])},
+            {"role": "user", "content": entry["question"]},
+        ]
+        yield {
+            "data_source": f"{SOURCE}/{name}",
+            "prompt": prompt,
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(entry["answer"])},
+            "extra_info": {
+                "index": index,
+                "split": split,
+                "entry": json.dumps(entry, default=str),
+            },
+        }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write `train.parquet` and `val.parquet`."""
+    import pandas
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("folder", type=Path)
+    parser.add_argument(
+        "--task", action="append", choices=sorted(TASKS), help="may be given often"
+    )
+    parser.add_argument("--train", type=int, default=2048, help="rows to train on")
+    parser.add_argument("--val", type=int, default=64, help="rows to validate on")
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args(arguments)
+    names = chosen.task or ["letter_counting"]
+    chosen.folder.mkdir(parents=True, exist_ok=True)
+    # Another seed for validation: reasoning-gym's tasks are drawn, not split.
+    for split, count, seed in (
+        ("train", chosen.train, chosen.seed),
+        ("val", chosen.val, chosen.seed + 1_000_003),
+    ):
+        frame = pandas.DataFrame(list(rows(names, count, seed, split)))
+        frame.to_parquet(chosen.folder / f"{split}.parquet")
+        print(f"{chosen.folder / split}.parquet: {count} rows of {', '.join(names)}")
+
+
+if __name__ == "__main__":
+    main()
