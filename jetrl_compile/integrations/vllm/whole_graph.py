@@ -68,13 +68,13 @@ def backend(gm: GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., A
     Raises:
         LoweringError: No engine with quantization "jetrl" was made.
     """
-    from torch._inductor.compile_fx import compile_fx
-
     if not _PREPARED:
         raise LoweringError(
             "mode 2 with backend='jetrl' compiles models with quantization='jetrl'; "
             "give LLM both"
         )
+    from torch._inductor.compile_fx import compile_fx
+
     prepared = _PREPARED[0]
     functionalize_norms(gm)
     infos = placeholder_infos(gm, inputs, "")
