@@ -57,13 +57,20 @@ class Wording:
         heading: What is compared.
         sides: The two graphs, as sentences name them.
         check: One word for names of test suites and rules.
+        contained: What JSON calls the answer.
+        fields: What JSON calls the parts of a report, where not as they are here;
+            None for parts that it leaves out.
         is_change: Whether the second graph is a later state of the first.
+        fix: What to do about any difference; "" where that depends on what differs.
     """
 
     heading: str
     sides: tuple[str, str]
     check: str
+    contained: str = "contained"
+    fields: Mapping[str, str | None] = field(default_factory=dict)
     is_change: bool = False
+    fix: str = ""
 
 
 WORDING = Wording(

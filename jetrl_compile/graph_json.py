@@ -60,7 +60,7 @@ def graph_to_json(graph: PrecisionGraph) -> str:
     parts = [
         f'{{\n"format": "{FORMAT}",\n"version": {VERSION},\n"meta": '
         f"{_table(graph.meta)},\n",
-        f'"flows": {_table({name: _flow_to(flow) for flow, name in names.items()})}',
+        f'"flows": {_table({name: flow_to(flow) for flow, name in names.items()})}',
         ',\n"operators": [',
         ",".join(_operator_lines(graph, names)),
         "]\n}\n",
@@ -130,7 +130,12 @@ def _table(table: Any) -> str:
     return f"{{{rows}\n}}" if rows else "{}"
 
 
-def _flow_to(flow: Flow) -> dict[str, Any]:
+def flow_to(flow: Flow) -> dict[str, Any]:
+    """Return a flow as JSON holds it.
+
+    Raises:
+        GraphFormatError: A quantized flow lacks an attribute, or its floor is no number.
+    """
     values = {key: getattr(flow, key) for key in _FLOW_FIELDS}
     if flow.granularity is not None:
         values["granularity"] = str(flow.granularity)
@@ -151,29 +156,38 @@ def _flow_to(flow: Flow) -> dict[str, Any]:
 
 def _operator_lines(graph: PrecisionGraph, names: dict[Flow, str]) -> Iterator[str]:
     for op in graph.operators:
-        item: dict[str, Any] = {"name": op.name, "kind": op.kind}
-        if op.module:
-            item["module"] = op.module
-        if op.params:
-            item["params"] = {key: _scalar_to(op, val) for key, val in op.params}
-        if op.compute_dtype:
-            item["compute_dtype"] = op.compute_dtype
-        if op.provider:
-            item["provider"] = op.provider
-        if op.batch_invariant is not None:
-            item["batch_invariant"] = op.batch_invariant
-        if op.phase != "forward":
-            item["phase"] = op.phase
-        if op.reason:
-            item["reason"] = op.reason
-        if op.formula:
-            item["formula"] = op.formula
-        line = f"\n{_encode(item)}"
+        line = f"\n{_encode(operator_to(op))}"
         reads = ",".join(
             f"\n {_encode([edge.operand, edge.source, names[edge.flow]])}"
             for edge in graph.operands[op.name].values()
         )
         yield f'{line[:-1]}, "reads": [{reads}]}}' if reads else line
+
+
+def operator_to(op: Operator) -> dict[str, Any]:
+    """Return an operator as JSON holds it, without what it reads.
+
+    Raises:
+        GraphFormatError: A parameter is NaN.
+    """
+    item: dict[str, Any] = {"name": op.name, "kind": op.kind}
+    if op.module:
+        item["module"] = op.module
+    if op.params:
+        item["params"] = {key: _scalar_to(op, val) for key, val in op.params}
+    if op.compute_dtype:
+        item["compute_dtype"] = op.compute_dtype
+    if op.provider:
+        item["provider"] = op.provider
+    if op.batch_invariant is not None:
+        item["batch_invariant"] = op.batch_invariant
+    if op.phase != "forward":
+        item["phase"] = op.phase
+    if op.reason:
+        item["reason"] = op.reason
+    if op.formula:
+        item["formula"] = op.formula
+    return item
 
 
 def _scalar_to(op: Operator, value: Scalar) -> Scalar | dict[str, str]:
@@ -193,13 +207,13 @@ def _read(doc: Document) -> PrecisionGraph:
     known = ("format", "version", "meta", "flows", "operators")
     doc.only(root, known, "the file")
     table = doc.field(root, "flows", dict, "the file")
-    flows = {name: _flow_from(doc, name, item) for name, item in table.items()}
+    flows = {name: flow_from(doc, name, item) for name, item in table.items()}
     operators: list[Operator] = []
     edges: list[Edge] = []
     for index, item in enumerate(doc.field(root, "operators", list, "the file")):
         if type(item) is not dict:
             doc.fail(f"has no object as operator {index}")
-        operators.append(_operator_from(doc, index, item))
+        operators.append(operator_from(doc, index, item))
         for read in item.get("reads", ()):
             edges.append(_edge_from(doc, operators[-1].name, read, flows))
     meta = doc.strings(root, "meta", "the file")
@@ -209,7 +223,12 @@ def _read(doc: Document) -> PrecisionGraph:
         raise GraphFormatError(f"{doc.name}: {error}; {doc.remedy}") from error
 
 
-def _flow_from(doc: Document, name: str, item: Any) -> Flow:
+def flow_from(doc: Document, name: str, item: Any) -> Flow:
+    """Return the flow of an entry of the field "flows".
+
+    Raises:
+        GraphFormatError: It has a missing, misspelt or impossible part.
+    """
     where = f"flow {name!r}"
     if type(item) is not dict:
         doc.fail(f"has no object as {where}")
@@ -239,7 +258,12 @@ def _flow_from(doc: Document, name: str, item: Any) -> Flow:
     return Flow(**values)
 
 
-def _operator_from(doc: Document, index: int, item: dict[str, Any]) -> Operator:
+def operator_from(doc: Document, index: int, item: dict[str, Any]) -> Operator:
+    """Return the operator of an entry of the field "operators".
+
+    Raises:
+        GraphFormatError: It has a missing, misspelt or impossible part.
+    """
     name = doc.field(item, "name", str, f"operator {index}")
     where = f"operator {name!r}"
     kind = doc.field(item, "kind", str, where)

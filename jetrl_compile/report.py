@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 from jetrl_compile.containment_report import ContainmentReport
@@ -30,6 +31,19 @@ _PLAIN: Mapping[str, Callable[[ContainmentReport], str]] = MappingProxyType(
 _WITH_ORIGIN: Mapping[str, Callable[[ContainmentReport, Origin | None], str]] = (
     MappingProxyType({"github": github_report, "sarif": sarif_report})
 )
+
+
+def format_of(path: Path) -> str:
+    """Return the format that a file's name says.
+
+    Raises:
+        OutputError: Its ending is none of `SUFFIXES`.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise OutputError(
+            f"cannot tell the format of {path}; end the name with {', '.join(SUFFIXES)}"
+        )
+    return SUFFIXES[path.suffix.lower()]
 
 
 def render(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from jetrl_compile.containment_report import ContainmentReport
 from jetrl_compile.grouping import Cause, group_causes, pattern, subject, where
 from jetrl_compile.precision_graph import UNKNOWN
+from jetrl_compile.recipe import GEMM_ROLES
 
 MAX_PARTS = 4  # names of one layer's parts in a summary
 _SHARE = re.compile(r"\b(\d+) of (\d+) elements\b")  # as level 3 writes it
@@ -80,14 +81,14 @@ class Explanation:
 
 def explain(report: ContainmentReport) -> tuple[Explanation, ...]:
     """Return the causes of a report with their explanations, in order."""
-    fp8 = report.counts.get("FP8 GEMMs in rollout", 0)
+    fp8 = report.counts.get(f"FP8 GEMMs in {report.wording.sides[0]}", 0)
     reasons = {item.name: item.reason for item in report.high_precision}
     return tuple(
         Explanation(
             cause,
             summary(cause, fp8),
             meaning(cause, reasons),
-            "" if cause.wording.is_change else fix(cause),
+            report.wording.fix or fix(cause),
         )
         for cause in group_causes(report)
     )
@@ -111,9 +112,9 @@ def summary(cause: Cause, fp8_gemms: int = 0) -> str:
     if (
         cause.attribute in _QUANTIZER
         and fp8_gemms == len(operators) > 1
-        and all(name.endswith(":fprop") for name in operators)
+        and all(name.rpartition(":")[2] in GEMM_ROLES for name in operators)
     ):
-        reads = f" ({' and '.join(operands)})" if all(operands) else ""
+        reads = f" ({listed(operands)})" if all(operands) else ""
         return f"all {fp8_gemms} FP8 GEMMs{reads}, {_layers(operators)}".rstrip(", ")
     if len(cause.groups) == 1:
         return cause.groups[0].where
@@ -136,6 +137,8 @@ def meaning(cause: Cause, reasons: dict[str, str] | None = None) -> str:
     """
     group = cause.groups[0]
     before, after = cause.wording.sides
+    if cause.attribute == "fp8" and cause.wording.is_change:
+        return f"they are {'no longer' if group.rollout == 'e4m3' else 'now'} FP8"
     if cause.attribute == "fp8":
         side = after if group.rollout == "e4m3" else before
         names = [item.operator for each in cause.groups for item in each.differences]
@@ -149,6 +152,8 @@ def meaning(cause: Cause, reasons: dict[str, str] | None = None) -> str:
         return (
             f"{side} rounds scales to powers of two, which changes 87-100% of the codes"
         )
+    if cause.wording.is_change:
+        return ""
     if cause.attribute != "operator" and UNKNOWN in (group.rollout, group.train):
         side = before if group.rollout == UNKNOWN else after
         return f"the graph of {side} does not show it"

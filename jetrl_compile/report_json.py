@@ -1,6 +1,7 @@
 """The report as JSON, with everything in it, and back."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -24,17 +25,21 @@ _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 def json_report(report: ContainmentReport) -> str:
     """Return the report as JSON text, one line for each difference."""
+    called = report.wording.fields
     table: dict[str, Any] = {
-        "format": FORMAT,
+        "format": f"jetrl.{report.wording.check}_report",
         "version": VERSION,
-        "contained": report.contained,
+        report.wording.contained: report.contained,
         "verdict": report.verdict(),
     }
     parts = [f'"{key}": {_encode(value)}' for key, value in table.items()]
-    for name in _NAMES:
-        value = getattr(report, name)
+    for field_name in _NAMES:
+        name = called.get(field_name, field_name)
+        if name is None:
+            continue
+        value = getattr(report, field_name)
         if isinstance(value, tuple):
-            rows = [_encode(_plain(item)) for item in value]
+            rows = [_encode(_renamed(_plain(item), called)) for item in value]
             text = f"[\n {f',{chr(10)} '.join(rows)}\n]" if rows else "[]"
         else:
             text = _encode(_plain(value))
@@ -63,6 +68,13 @@ def read_report(path: Path | str) -> ContainmentReport:
         GraphFormatError: As `report_from_json`, or the file cannot be read.
     """
     return _read(read_document(path, REMEDY))
+
+
+def _renamed(item: Any, called: Mapping[str, str | None]) -> Any:
+    """Return a plain value with the keys of an object called as JSON calls them."""
+    if not isinstance(item, dict) or not called:
+        return item
+    return {called.get(key) or key: value for key, value in item.items()}
 
 
 def _plain(value: Any) -> Any:
