@@ -8,6 +8,7 @@ result or in the pass's identity may depend on the number of a layer.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,8 +55,17 @@ class EnginePass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Identify the pass for compile caches: its sources and settings."""
-        settings = self.settings
-        return f"jetrl {source_hash()} {settings.recipe!r} {settings.fuse}"
+        return identity(self.settings)
+
+
+def identity(settings: Settings) -> str:
+    """Return what identifies the passes: all their sources, and the settings.
+
+    Args:
+        settings: Of the engine.
+    """
+    own = source_hash(Path(__file__).parent)  # too deep for the package's hash
+    return f"jetrl {source_hash()} {own} {settings.recipe!r} {settings.fuse}"
 
 
 def run_passes(

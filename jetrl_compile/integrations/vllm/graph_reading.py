@@ -16,6 +16,7 @@ from jetrl_compile.integrations.vllm.sharding import (
     without_sums,
 )
 from jetrl_compile.kernels.dispatch import PROVIDERS
+from jetrl_compile.op_classes import TRANSPOSES
 from jetrl_compile.passes.context import Context
 from jetrl_compile.passes.expand_fused import expand_fused
 from jetrl_compile.precision_graph import Scalar
@@ -63,6 +64,8 @@ def _weight(node: Node, value: torch.Tensor) -> PlaceholderInfo | None:
         table = "weight" if name == "embedding" else "cos_sin_cache"
         kind = "parameter" if name == "embedding" else "buffer"
         return PlaceholderInfo(kind, f"{module}.{table}")
+    if value.dim() == 2 and name in TRANSPOSES and "Linear" in _module_class(reader):
+        return PlaceholderInfo("parameter", f"{module}.weight")  # a layer in BF16
     if value.dim() == 1:
         is_bias = name == "add"
         return PlaceholderInfo(
@@ -74,6 +77,14 @@ def _weight(node: Node, value: torch.Tensor) -> PlaceholderInfo | None:
 def _module(node: Node) -> str:
     stack = node.meta.get("nn_module_stack")
     return canonical_path(next(reversed(stack.values()))[0]) if stack else ""
+
+
+def _module_class(node: Node) -> str:
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    kind = next(reversed(stack.values()))[1]
+    return kind if isinstance(kind, str) else str(kind.__name__)
 
 
 class EngineContext(Context):

@@ -14,10 +14,9 @@ from torch.fx import Graph, GraphModule
 from jetrl_compile.capture import PlaceholderInfo
 from jetrl_compile.errors import LoweringError
 from jetrl_compile.graph_inputs import match_placeholders, placeholder_infos
-from jetrl_compile.integrations.vllm.compile_pass import HOOK, run_passes
+from jetrl_compile.integrations.vllm.compile_pass import HOOK, identity, run_passes
 from jetrl_compile.integrations.vllm.settings import Reports, Settings
 from jetrl_compile.integrations.vllm.spelling import functionalize_norms
-from jetrl_compile.pipeline import source_hash
 
 
 @dataclass
@@ -58,8 +57,7 @@ class WholeGraphPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Identify the pass for compile caches."""
-        settings = self.settings
-        return source_hash(), repr(settings.recipe), settings.fuse, repr(self.infos)
+        return identity(self.settings), repr(self.infos)
 
 
 def backend(gm: GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
