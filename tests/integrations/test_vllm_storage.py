@@ -136,6 +136,19 @@ def test_parts_have_their_own_blocks(sizes: list[int]) -> None:
     state.check()
 
 
+def test_a_second_model_is_loaded_later() -> None:
+    """As a draft model that shares the config: loading it is no push."""
+    _, state, _ = stored([128, 128, 128], 128)
+    state.check()
+    other = layout(ColumnParallelLinear(), [256], 128, "up")
+    state.add(other)
+    state.wrote(other.parts[0], torch.ones(2, 1))
+    state.check()
+    state.wrote(other.parts[0], torch.ones(2, 1))
+    with pytest.raises(RefitError, match="wrote 1 of 4"):
+        state.check()
+
+
 def test_incomplete_layer_is_refused() -> None:
     layer, state, _ = stored([128, 128, 128], 128)
     setattr(layer, storage.LOADED, {"q", "v"})

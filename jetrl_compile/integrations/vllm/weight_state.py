@@ -28,6 +28,7 @@ class WeightState:
         self.broken = ""
         self.pushing = ""
         self._parts: set[str] = set()
+        self._stored: set[str] = set()  # at load, or by a push
         self._written: set[str] = set()
         self._scales: dict[str, Tensor] = {}
 
@@ -43,12 +44,16 @@ class WeightState:
     def wrote(self, part: Part, scales: Tensor) -> None:
         """Note that a part was written, with these scales.
 
+        The first time it is loaded; every other time it is pushed.
+
         Raises:
-            RefitError: It completes a push in which a weight holds NaN or infinity.
+            RefitError: It completes a load or a push in which a weight holds NaN or
+                infinity.
         """
-        self._written.add(part.name)
         self._scales[part.name] = scales
-        if self._written == self._parts:
+        done = self._written if part.name in self._stored else self._stored
+        done.add(part.name)
+        if done == self._parts:
             self.settle()
 
     def wrote_all(self, scales: Mapping[Any, Tensor]) -> None:
