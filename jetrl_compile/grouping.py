@@ -147,12 +147,13 @@ class Cause:
             return "stored bytes are not those that the trainer's weights give"
         if group.attribute == "values":
             return "the same tokens give other log-probs"
+        there, absent = (after, before) if group.rollout is None else (before, after)
         if group.attribute == "operator":
-            kind = group.rollout or group.train
-            there, absent = (before, after) if group.rollout else (after, before)
-            return f"operator of kind {kind} is in {there}, not in {absent}"
+            kinds = {each.rollout or each.train for each in self.groups}
+            if len(kinds) == 1:
+                return f"operator of kind {kinds.pop()} is in {there}, not in {absent}"
+            return f"operators of {len(kinds)} kinds are in {there}, not in {absent}"
         if group.attribute == "edge":
-            there, absent = (before, after) if group.rollout else (after, before)
             return f"operand is read in {there}, not in {absent}"
         if group.attribute == "source":
             return "operand is read from another operator"
@@ -183,6 +184,10 @@ class Cause:
                 after = self.wording.sides[1]
                 values = f"{group.rollout}, in {after} {group.train}"
                 lines.append(f"{group.where}: {values}")
+            elif self.attribute == "operator":
+                kinds = {each.rollout or each.train for each in self.groups}
+                kind = f" ({group.rollout or group.train})" if len(kinds) > 1 else ""
+                lines.append(f"{group.where}{kind}")
             elif self.attribute == "edge":
                 lines.append(f"{group.where}: {group.rollout or group.train}")
             else:
@@ -205,11 +210,19 @@ def group_causes(
     wording = found.wording if isinstance(found, ContainmentReport) else WORDING
     causes: dict[tuple[object, ...], list[DifferenceGroup]] = {}
     for group in group_differences(found):
-        values = (group.rollout, group.train) if group.attribute not in _NAMED else ()
-        key = (group.level, group.attribute, *values)
+        key = (group.level, group.attribute, *_cause_values(group))
         causes.setdefault(key, []).append(group)
     merged = [Cause(tuple(groups), wording) for groups in causes.values()]
     return tuple(sorted(merged, key=lambda cause: (*_rank(cause), -cause.size)))
+
+
+def _cause_values(group: DifferenceGroup) -> tuple[object, ...]:
+    """What groups of one cause have in common, beside level and attribute."""
+    if group.attribute == "source":
+        return ()
+    if group.attribute in ("operator", "edge"):  # only which graph has it
+        return (group.rollout is None, group.train is None)
+    return (group.rollout, group.train)
 
 
 def where(names: Sequence[str]) -> str:

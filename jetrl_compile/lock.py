@@ -50,7 +50,8 @@ class Lock:
     Attributes:
         facts: What it fixes.
         source: How it was made: "path" (of the config or graph, from the lock's
-            folder), "phase", "recipe", "engine" and "model", where they are known.
+            folder), "phase", "recipe", "engine" and "model", where they are known, and
+            "live_engine" where an engine was asked.
     """
 
     facts: Facts
@@ -159,7 +160,7 @@ def _rows(facts: Facts, names: Mapping[Flow, str]) -> Iterator[str]:
     groups: dict[tuple[Any, ...], set[tuple[int, ...]]] = {}
     for name, op in facts.operators.items():
         pieces, numbers = split_name(name)
-        item = operator_to(replace(op, params=tuple(sorted(op.params))))
+        item = operator_to(op)
         del item["name"]
         reads = sorted(
             [key, relative_name(edge.source, numbers), names[edge.flow]]

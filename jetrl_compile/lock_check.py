@@ -13,7 +13,7 @@ from jetrl_compile.containment_report import (
     Wording,
 )
 from jetrl_compile.errors import GraphFormatError
-from jetrl_compile.graph_json import FORMAT, read_graph
+from jetrl_compile.graph_json import read_graph
 from jetrl_compile.lock import Lock
 from jetrl_compile.lock_facts import SIDES, changed_facts, compared, facts_of
 from jetrl_compile.lock_names import unfold_name
@@ -117,7 +117,11 @@ def check_lock(lock: Lock, graph: PrecisionGraph) -> LockReport:
 
 
 def make_lock(
-    graph: PrecisionGraph, *, path: Path | str = "", folder: Path | str = "."
+    graph: PrecisionGraph,
+    *,
+    path: Path | str = "",
+    folder: Path | str = ".",
+    live_engine: str = "",
 ) -> Lock:
     """Return the lock of a graph.
 
@@ -125,11 +129,14 @@ def make_lock(
         graph: Of a model.
         path: The config or graph file that it was made from; the lock remembers it.
         folder: Where the lock will lie.
+        live_engine: The engine that was asked for the graph; "" for none.
     """
     source = {key: graph.meta[key] for key in _META if key in graph.meta}
     if str(path):
         relative = os.path.relpath(os.path.abspath(path), os.path.abspath(folder))
         source["path"] = Path(relative).as_posix()
+    if live_engine:
+        source["live_engine"] = live_engine
     return Lock(facts_of(graph), source)
 
 
@@ -204,7 +211,7 @@ def locked_graph(
         source,
         phase=made.get("phase", "train"),
         recipe=made.get("recipe", "jetrl"),
-        engine=made.get("engine", ""),
+        engine=made.get("live_engine", ""),
         progress=progress,
     )
 
@@ -223,11 +230,11 @@ def lock_lines(text: str) -> dict[str, int]:
 
 
 def _is_graph(path: Path) -> bool:
-    """Whether a file is a precision graph, rather than a config."""
+    """Whether a file is one of ours, or nothing at all, rather than a config."""
     if path.suffix != ".json" or not path.is_file():
         return False
     try:
         root = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return path.name != "config.json"  # a graph's reader says what is wrong
-    return not isinstance(root, dict) or root.get("format") == FORMAT
+    return not isinstance(root, dict) or str(root.get("format")).startswith("jetrl.")

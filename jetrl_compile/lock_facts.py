@@ -55,7 +55,10 @@ def facts_of(graph: PrecisionGraph) -> Facts:
         backward = op.phase != "forward"
         if op.kind in _NO_FACT or (backward and op.kind not in GEMM_KINDS):
             continue
-        operators[op.name] = replace(op, module="", reason="", formula="")
+        params = tuple(sorted(op.params, key=lambda pair: pair[0]))
+        operators[op.name] = replace(
+            op, module="", params=params, reason="", formula=""
+        )
         reads[op.name] = {
             edge.operand: replace(edge, source="") if backward else edge
             for edge in graph.operands[op.name].values()

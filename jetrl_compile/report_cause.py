@@ -1,10 +1,12 @@
 """Each cause in a few words: what differs, where, what follows, what to do."""
 
+import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jetrl_compile.containment_report import ContainmentReport
+from jetrl_compile.differences import Difference
 from jetrl_compile.grouping import Cause, group_causes, pattern, subject, where
 from jetrl_compile.precision_graph import UNKNOWN
 from jetrl_compile.recipe import GEMM_ROLES
@@ -123,6 +125,9 @@ def summary(cause: Cause, fp8_gemms: int = 0) -> str:
     if len(heads) == 1 and len(rows) == 1 and (head := heads.pop()):
         tails = [group.where.removeprefix(f"{head}, ") for group in cause.groups]
         return f"{head}, {listed(tails)}"
+    if shared := _shared(found):
+        tails = [item.name.removeprefix(shared).lstrip(".:") for item in found]
+        return f"{len(found)} places in {shared}: {listed(tails)}"
     places = list(dict.fromkeys(group.where for group in cause.groups))
     more = f"; and {len(places) - 2} more" if len(places) > 2 else ""
     return f"{len(found)} places: {'; '.join(places[:2])}{more}"
@@ -194,6 +199,14 @@ def _layers(names: Iterable[str]) -> str:
         prefixes.setdefault(place, []).append(place + number)
     texts = [where(sorted(set(found), key=_number)) for found in prefixes.values()]
     return ", ".join(texts)
+
+
+def _shared(found: Sequence[Difference]) -> str:
+    """The innermost layer that all are in ("model.layers.3"), or ""."""
+    paths = [item.operator.rpartition(":")[0].split(".") for item in found]
+    columns = itertools.takewhile(lambda x: len({*x}) == 1, zip(*paths, strict=False))
+    parts = [column[0] for column in columns]
+    return ".".join(parts) if any(part.isdecimal() for part in parts) else ""
 
 
 def _number(name: str) -> int:

@@ -92,7 +92,7 @@ def unescaped(text: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("length", [10, 200, 30_000])
+@pytest.mark.parametrize("length", [10, 200, 2_000])
 def test_a_comment_fits_and_says_what_was_cut(length: int) -> None:
     """20 causes at 250 places whose names are long, with characters to escape."""
     base = many_causes(5000)

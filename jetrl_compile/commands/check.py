@@ -171,7 +171,8 @@ def _lock(
         origin = Origin(_below_here(path), lines)
         if update and report.contained is not None:
             made = source or path.parent / lock.source.get("path", "")
-            new = make_lock(graph, path=made, folder=path.parent)
+            asked = lock.source.get("live_engine", "")
+            new = make_lock(graph, path=made, folder=path.parent, live_engine=asked)
             if lock_to_json(new) != text:
                 write_lock(new, path)
                 typer.echo(f"{path} was written anew", err=True)

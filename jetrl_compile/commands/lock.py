@@ -43,7 +43,7 @@ def command(
         graph = source_graph(
             source, phase=phase.value, recipe=recipe, engine=engine, progress=step
         )
-        lock = make_lock(graph, path=source, folder=output.parent)
+        lock = make_lock(graph, path=source, folder=output.parent, live_engine=engine)
         write_lock(lock, output)
     gemms = ", ".join(
         f"{fp8} of {every} {role}" for role, (fp8, every) in lock.facts.gemms().items()
