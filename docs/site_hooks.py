@@ -52,15 +52,26 @@ def as_page(text: str) -> str:
     for source, page in PAGES.items():
         text = text.replace(f"]({source}", f"]({page}")
     # Files that are no pages are named, not linked.
-    return re.sub(r"\[([^]]+)\]\((?!https?:|#)(?![^)]*\.(?:md|svg|png))[^)]+\)", r"\1", text)
+    return re.sub(
+        r"\[([^]]+)\]\((?!https?:|#)(?![^)]*\.(?:md|svg|png))[^)]+\)", r"\1", text
+    )
 
 
 def indented(text: str) -> str:
-    """Return a text with the indentation outside of fenced code doubled."""
-    lines, fence = [], ""
+    """Return a text as Python-Markdown reads lists, outside of fenced code.
+
+    The indentation is doubled, and an item that follows a later paragraph of the item
+    before it gets a blank line, without which it would be a part of that paragraph.
+    """
+    lines = list[str]()
+    fence, parted = "", False
     for line in text.split("\n"):
-        blank = len(line) - len(line.lstrip(" "))
         opens = re.match(r" *(```+)", line)
+        if not fence and re.match(r" *(?:[-*]|\d+\.) ", line):
+            lines += [""] if parted and lines[-1] else []
+            parted = False
+        parted |= not line
+        blank = len(line) - len(line.lstrip(" "))
         lines.append(" " * blank + line if not fence or opens else line)
         if opens and not fence:
             fence = opens[1]
