@@ -19,6 +19,10 @@ _NAMED = ("source", "edge")  # attributes whose values are operator names
 # quantizer and dtypes before formulas, these before kernels.
 _RANKS = {"operator": 1, "edge": 1, "formula": 2, "provider": 3, "batch_invariant": 4}
 _LAST = ("saved_dtype",)
+_OF_SCALES = (
+    *("granularity", "direction", "scale_format", "amax_floor", "scale_apply"),
+    *("source_dtype", "scale_layout"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,9 @@ def _rank(item: "Difference | Cause") -> tuple[int, int]:
 class Cause:
     """Groups that differ in nothing but their place: probably one cause.
 
+    A tensor that has scales on one side only differs in every attribute of its scales;
+    such groups are behind those of its dtype.
+
     Attributes:
         groups: The most frequent first; never empty.
         wording: What its texts call the two graphs.
@@ -144,7 +151,10 @@ class Cause:
         group = self.groups[0]
         before, after = self.wording.sides
         if group.attribute == "bytes":
-            return "stored bytes are not those that the trainer's weights give"
+            tensors = {each.place.rpartition(".")[2] for each in self.groups}
+            scales = sum("scale" in tensor for tensor in tensors)
+            what = {0: "weights", len(tensors): "scales"}.get(scales, "bytes")
+            return f"stored {what} are not those that the trainer's weights give"
         if group.attribute == "values":
             return "the same tokens give other log-probs"
         there, absent = (after, before) if group.rollout is None else (before, after)
@@ -180,6 +190,9 @@ class Cause:
             first = group.differences[0]
             if first.rollout is None and first.train is None:
                 lines.append(group.message)
+            elif group.attribute != self.attribute:
+                label = attribute_label(group.attribute)
+                lines.append(f"{group.where}: so does {label}")
             elif self.attribute == "source":
                 after = self.wording.sides[1]
                 values = f"{group.rollout}, in {after} {group.train}"
@@ -209,11 +222,30 @@ def group_causes(
     """
     wording = found.wording if isinstance(found, ContainmentReport) else WORDING
     causes: dict[tuple[object, ...], list[DifferenceGroup]] = {}
-    for group in group_differences(found):
-        key = (group.level, group.attribute, *_cause_values(group))
-        causes.setdefault(key, []).append(group)
+    groups = group_differences(found)
+    keys = [(group.level, group.attribute, *_cause_values(group)) for group in groups]
+    dtypes = {
+        (group.level, group.place, _layers(group)): key
+        for group, key in zip(groups, keys, strict=True)
+        if group.attribute == "dtype"
+    }
+    follow: dict[tuple[object, ...], list[DifferenceGroup]] = {}
+    for group, key in zip(groups, keys, strict=True):
+        leader = None
+        if group.attribute in _OF_SCALES and None in (group.rollout, group.train):
+            leader = dtypes.get((group.level, group.place, _layers(group)))
+        if leader is None:
+            causes.setdefault(key, []).append(group)
+        else:
+            follow.setdefault(leader, []).append(group)
+    for key, behind in follow.items():
+        causes[key] += behind
     merged = [Cause(tuple(groups), wording) for groups in causes.values()]
     return tuple(sorted(merged, key=lambda cause: (*_rank(cause), -cause.size)))
+
+
+def _layers(group: DifferenceGroup) -> tuple[str, ...]:
+    return tuple(item.name for item in group.differences)
 
 
 def _cause_values(group: DifferenceGroup) -> tuple[object, ...]:

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jetrl_compile.containment_report import ContainmentReport
@@ -13,6 +13,7 @@ from jetrl_compile.recipe import GEMM_ROLES
 
 MAX_PARTS = 4  # names of one layer's parts in a summary
 _SHARE = re.compile(r"\b(\d+) of (\d+) elements\b")  # as level 3 writes it
+_STORED = re.compile(r": (\S+) in rollout, \S+ in training$")
 _WORST = 0.2  # a share of codes that no second rounding changes
 _QUANTIZER = (
     *("granularity", "direction", "scale_format", "amax_floor", "scale_apply"),
@@ -90,14 +91,27 @@ def explain(report: ContainmentReport) -> tuple[Explanation, ...]:
             cause,
             summary(cause, fp8),
             meaning(cause, reasons),
-            report.wording.fix or fix(cause),
+            report.wording.fix or fix(cause, reasons),
         )
         for cause in group_causes(report)
     )
 
 
-def fix(cause: Cause) -> str:
-    """Return what to do about a cause, "" where nothing is known to help."""
+def fix(cause: Cause, reasons: Mapping[str, str] | None = None) -> str:
+    """Return what to do about a cause, "" where nothing is known to help.
+
+    Args:
+        cause: The cause.
+        reasons: Why operators are in high precision, by name.
+    """
+    if cause.attribute == "bytes":
+        return _bytes_finding(cause)[1]
+    values = {cause.groups[0].rollout, cause.groups[0].train}
+    if cause.attribute == "dtype" and values & {"e4m3", "e5m2"}:
+        return "quantize this operand on both sides or on neither"
+    known = _reasons(cause, reasons or {}) if cause.attribute == "fp8" else []
+    if known and not any(text.startswith("recipe ") for text in known):
+        return "run the passes over these layers too: compile each with fullgraph=True"
     return cause.remedy or _FIXES.get(cause.attribute, "")
 
 
@@ -108,7 +122,9 @@ def summary(cause: Cause, fp8_gemms: int = 0) -> str:
         cause: The cause.
         fp8_gemms: How many FP8 GEMMs the graph has, to say "all"; 0: not known.
     """
-    found = [item for group in cause.groups for item in group.differences]
+    own = [group for group in cause.groups if group.attribute == cause.attribute]
+    cause = Cause(tuple(own), cause.wording)
+    found = [item for group in own for item in group.differences]
     operators = {item.operator for item in found}
     operands = list(dict.fromkeys(item.operand for item in found))
     if (
@@ -133,7 +149,7 @@ def summary(cause: Cause, fp8_gemms: int = 0) -> str:
     return f"{len(found)} places: {'; '.join(places[:2])}{more}"
 
 
-def meaning(cause: Cause, reasons: dict[str, str] | None = None) -> str:
+def meaning(cause: Cause, reasons: Mapping[str, str] | None = None) -> str:
     """Return what a cause does or comes from, "" where nothing more is known.
 
     Args:
@@ -146,9 +162,8 @@ def meaning(cause: Cause, reasons: dict[str, str] | None = None) -> str:
         return f"they are {'no longer' if group.rollout == 'e4m3' else 'now'} FP8"
     if cause.attribute == "fp8":
         side = after if group.rollout == "e4m3" else before
-        names = [item.operator for each in cause.groups for item in each.differences]
-        known = {(reasons or {}).get(name, "") for name in names} - {""}
-        why = f": {known.pop()}" if len(known) == 1 else ""
+        known = _reasons(cause, reasons or {})
+        why = f": {'; '.join(known)}" if 0 < len(known) < 3 else ""
         return f"{side} leaves them in high precision{why}"
     if cause.attribute == "scale_format":
         if "ue8m0" not in (group.rollout, group.train):
@@ -163,11 +178,11 @@ def meaning(cause: Cause, reasons: dict[str, str] | None = None) -> str:
         side = before if group.rollout == UNKNOWN else after
         return f"the graph of {side} does not show it"
     if cause.attribute == "params.rounded":
-        return "inside, one side keeps what the other rounds before it goes on"
+        return _dtype_meaning(cause)
     if cause.attribute in ("dtype", "compute_dtype"):
         return _dtype_meaning(cause)
     if cause.attribute == "bytes":
-        return _bytes_meaning(cause)
+        return _bytes_finding(cause)[0]
     if cause.attribute in ("params.N", "params.K"):
         return "the two GEMMs have other sizes: a padded or sharded weight on one side"
     return _MEANINGS.get(cause.attribute, "")
@@ -187,6 +202,12 @@ def listed(parts: Iterable[str], most: int = MAX_PARTS) -> str:
     if len(items) < 2:
         return "".join(items)
     return f"{', '.join(items[:-1])} and {items[-1]}"
+
+
+def _reasons(cause: Cause, reasons: Mapping[str, str]) -> list[str]:
+    """Why the operators of a cause are in high precision, each reason once."""
+    names = [item.operator for group in cause.groups for item in group.differences]
+    return sorted({reasons.get(name, "") for name in names} - {""})
 
 
 def _layers(names: Iterable[str]) -> str:
@@ -227,6 +248,11 @@ def _dtype_meaning(cause: Cause) -> str:
     pairs = zip(values, (before, after), strict=True)
     (low, narrow), (high, wide) = sorted(pairs, key=lambda pair: _WIDTHS[pair[0]])
     words = {"low": low.upper(), "high": high.upper(), "narrow": narrow, "wide": wide}
+    if cause.attribute == "params.rounded":
+        return (
+            "inside (a norm before its weight, SiLU before the product) {wide} keeps "
+            "{high} where {narrow} rounds to {low}"
+        ).format(**words)
     meanings = set()
     for group in cause.groups:
         first = group.differences[0]
@@ -243,37 +269,60 @@ def _dtype_meaning(cause: Cause) -> str:
     return f"the first in execution order is {first.name}"
 
 
-def _bytes_meaning(cause: Cause) -> str:
-    """What stored bytes that differ come from: codes, scales, or both."""
+def _bytes_finding(cause: Cause) -> tuple[str, str]:
+    """What stored bytes that differ come from, codes, scales or both; what to do."""
     codes: dict[str, float] = {}
     scales: dict[str, float] = {}
+    plain = 0  # tensors that are not quantized
+    bad = ""  # a scale that no floor allows
     for group in cause.groups:
         for item in group.differences:
-            name = subject(item)
-            module, _, tensor = name.rpartition(".")
+            module, _, tensor = subject(item).rpartition(".")
             match = _SHARE.search(item.message)
             share = int(match[1]) / max(int(match[2]), 1) if match else 0.0
-            (scales if "scale" in tensor else codes)[module] = share
+            value = _STORED.search(item.message)
+            if "scale" not in tensor:
+                codes[module] = share
+                plain += not item.operand
+                continue
+            scales[module] = share
+            if value and value[1] in ("0", "-0", "nan", "inf", "-inf"):
+                bad = value[1]
+    sync = "refit the rollout model from the trainer's weights, rounded to BF16"
+    if bad:
+        return (
+            f"a scale is {bad}, where the floor of 1e-10 (of an all-zero block) gives "
+            "a finite one",
+            "make scales as max(amax, 1e-10) / 448 on both sides",
+        )
+    if plain == len(codes) and not scales:
+        return "parameters that are not quantized are not the trainer's", sync
+    if plain:
+        return (
+            "codes and other parameters differ, as with weights of another step",
+            sync,
+        )
     if scales and not codes:
         return (
-            "scales differ while the codes agree: scales were changed (rounded to "
-            "powers of two, for example) after the codes were made"
+            "scales differ while the codes agree, as when scales are rounded to powers "
+            "of two after the codes were made",
+            f"make codes and scales in one step: {sync}",
         )
-    if codes and not scales:
-        if max(codes.values()) > _WORST:
-            return (
-                "codes differ while the scales agree: codes were copied in another "
-                "memory layout"
-            )
-        if len(codes) > 1:
-            return (
-                "a small share of the codes differs while the scales agree: another "
-                "rounding before they were made"
-            )
-        return "codes differ while the scales agree: bytes were changed after the sync"
-    if max(codes.values(), default=0.0) <= _WORST:
+    if codes and not scales and max(codes.values()) > _WORST:
         return (
-            "a small share of the codes differs: one side quantized FP32 masters, the "
-            "other their BF16 rounding"
+            "codes differ while the scales agree, as after a copy in another memory "
+            "layout",
+            f"copy into the storage that the rollout model made: {sync}",
         )
-    return "codes and scales differ: the rollout model has the weights of another step"
+    if codes and max(codes.values()) <= _WORST:
+        if len(codes) == 1:
+            return "a few codes of one tensor differ, as after a flipped bit", sync
+        return (
+            "a small share of the codes differs, as when one side quantizes FP32 "
+            "masters, the other their BF16 rounding",
+            "round the master weight to BF16 before it is quantized, on both sides",
+        )
+    return (
+        "codes and scales differ: the rollout model has weights of another step",
+        sync,
+    )

@@ -69,7 +69,10 @@ def graph_lines(report: ContainmentReport) -> list[str]:
 
 def cause_heading(cause: Cause) -> str:
     """Return the level, what differs and how often, in one line."""
+    names = {item.name for group in cause.groups for item in group.differences}
     places = "1 place" if cause.size == 1 else f"{cause.size} places"
+    if len({group.attribute for group in cause.groups}) > 1:
+        places = f"{cause.size} differences of {len(names)} operands"
     return f"level {cause.level} {LEVELS[cause.level]}: {cause.title} ({places})"
 
 
