@@ -1,55 +1,52 @@
-"""The code in README.md and docs/precision_flow.md runs as it stands there."""
+"""What README.md and docs/ say of recipes, options and measurements is true."""
 
 import re
-from pathlib import Path
-from typing import Any
+from dataclasses import fields
 
 import pytest
-from tiny_models import IGNORE_SCRIPT_METHOD
+from pages import ROOT, table_rows
 
 from jetrl_compile import recipe
+from jetrl_compile.options import CompileOptions
 
-ROOT = Path(__file__).parent.parent
-
-
-def python_blocks(path: str) -> list[str]:
-    text = (ROOT / path).read_text()
-    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+MEASURED = "".join(
+    (ROOT / "docs" / name).read_text() for name in ("log.md", "precision_flow.md")
+)
 
 
-@IGNORE_SCRIPT_METHOD
-@pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_readme_example(capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = python_blocks("README.md")
-    names: dict[str, Any] = {}
-    exec(first, names)
-    assert names["loss"].isfinite()
-    for name, parameter in names["model"].named_parameters():
-        assert parameter.grad is not None, name
-    exec(second, names)
-    assert capsys.readouterr().out == "contained (levels 1, 2, 3, 4 passed)\n"
+def first_column(page: str, heading: str) -> list[str]:
+    """The names in the first column of a table."""
+    rows = table_rows((ROOT / page).read_text(), heading)
+    return [row[0].strip("`") for _, row in rows]
 
 
-def test_recipe_example() -> None:
-    (block,) = python_blocks("docs/precision_flow.md")
-    exec(block, {})
-    assert "jetrl_but_first" in recipe.recipe_names()
-
-
-def test_recipes_of_the_readme_exist() -> None:
-    text = (ROOT / "README.md").read_text()
-    table = text[text.index("| recipe | trainer") :].partition("\n\n")[0]
-    assert tuple(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == (
-        *("jetrl", "jetrl_paper", "jetrl_ue8m0", "rollout_only", "bf16"),
+def test_recipes_are_those_of_the_registry() -> None:
+    names = first_column("docs/recipes.md", "recipe")
+    assert tuple(names) == (
+        "jetrl",
+        "jetrl_paper",
+        "jetrl_ue8m0",
+        "rollout_only",
+        "bf16",
     )
-    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(
-        recipe.recipe_names()
-    )
+    assert set(names) == set(recipe.recipe_names())
 
 
-@pytest.mark.parametrize("path", ["README.md", "CONTRIBUTING.md", "docs/log.md"])
-def test_links_lead_somewhere(path: str) -> None:
-    text = (ROOT / path).read_text()
-    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
-        assert ((ROOT / path).parent / target).exists(), target
+def test_options_are_those_of_the_backend() -> None:
+    names = first_column("docs/pytorch.md", "option")
+    # What the audit alone sets.
+    assert set(names) == {field.name for field in fields(CompileOptions)} - {"recorder"}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/parity.md"])
+def test_numbers_of_tables_were_measured(page: str) -> None:
+    """They stand in the log, or in the contract, which names their source."""
+    tables = " ".join(re.findall(r"^\|.*\|$", (ROOT / page).read_text(), re.MULTILINE))
+    for number in re.findall(r"(?<![\w.])\d+\.\d+(?:e-?\d+)?(?![\w.])", tables):
+        assert any(form in MEASURED for form in spellings(number)), number
+
+
+def spellings(number: str) -> set[str]:
+    """A number as it may be written elsewhere: with an exponent, with more digits."""
+    with_exponent = f"{float(number):.2e}".replace("e-0", "e-").replace("e+0", "e")
+    return {number, with_exponent, f"{number}0"}

@@ -17,6 +17,8 @@ from browser import launched
 from pages import PAGES, PARSER, ROOT
 from playwright.sync_api import Page
 
+import jetrl_compile
+
 HOMES = {"README.md": "index.html", "CONTRIBUTING.md": "contributing.html"}
 TAGS = ("li", "table", "tr", "pre", "img", "h2", "h3", "blockquote")
 WRITTEN = [page for page in PAGES if "/api/" not in page]
@@ -82,6 +84,12 @@ def test_the_api_shows_docstrings(site: Path) -> None:
     assert "jetrl_compile.errors.RefitError" in text
     kernels = (site / "api" / "kernels.html").read_text()
     assert 'id="jetrl_compile.kernels.reference.quantize"' in kernels  # a linked folder
+
+
+def test_the_api_has_what_the_package_exports() -> None:
+    pages = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
+    for module in sorted(set(jetrl_compile._HOMES.values())):
+        assert f"::: jetrl_compile.{module}\n" in pages, module
 
 
 def test_nothing_is_fetched(site: Path) -> None:
