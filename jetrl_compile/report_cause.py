@@ -323,6 +323,6 @@ def _bytes_finding(cause: Cause) -> tuple[str, str]:
             "round the master weight to BF16 before it is quantized, on both sides",
         )
     return (
-        "codes and scales differ: the rollout model has weights of another step",
+        "codes and scales differ, as with weights of another step",
         sync,
     )

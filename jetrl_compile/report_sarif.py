@@ -47,6 +47,8 @@ def sarif_report(report: ContainmentReport, origin: Origin | None = None) -> str
     }
     run: dict[str, Any] = {
         "tool": {"driver": _driver(rules, first)},
+        # Two checks of one commit are two categories, not a newer and an older one.
+        "automationDetails": {"id": f"jetrl/{report.wording.check}/"},
         "invocations": [_invocation(report)],
         "results": results,
         "columnKind": "unicodeCodePoints",
@@ -93,10 +95,11 @@ def _result(
     differences = [item for group in cause.groups for item in group.differences]
     text = [found.headline, found.meaning, found.fix and f"fix: {found.fix}"]
     rule = _rule_id(cause)
+    names = list(dict.fromkeys(shown(item.name) for item in differences))
     location: dict[str, Any] = {
         "logicalLocations": [
-            {"fullyQualifiedName": shown(item.name), "kind": "member"}
-            for item in differences[:MAX_PLACES]
+            {"fullyQualifiedName": name, "kind": "member"}
+            for name in names[:MAX_PLACES]
         ]
     }
     if origin.file:
