@@ -4,6 +4,7 @@ README.md and CONTRIBUTING.md become pages, so that nothing is written twice. Li
 CommonMark are indented by two columns, those of Python-Markdown by four.
 """
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -16,7 +17,8 @@ PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
 
 
 LINKS = ("passes", "kernels", "examples")
-API = ROOT / "build" / "api"
+# Where mkdocs.yml says too; two builds at once, as in tests, each need their own.
+API = Path(os.environ.get("JETRL_DOCS_API", ROOT / "build" / "api"))
 
 
 def on_startup(**_: Any) -> None:

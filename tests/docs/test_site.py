@@ -32,10 +32,11 @@ def html_name(page: str) -> str:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the site; a warning of mkdocs, of griffe or of a link fails it."""
     folder = tmp_path_factory.mktemp("site")
+    api = tmp_path_factory.mktemp("api")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)],
         cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "JETRL_DOCS_API": str(api)},
         capture_output=True,
         text=True,
         timeout=120,
