@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import verl_workers  # noqa: F401  sets verl's platform
@@ -14,7 +15,17 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 from jetrl_compile.report_json import read_report  # noqa: E402
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "verl_grpo" / "cpu.sh"
+FOLDER = Path(__file__).parents[2] / "examples" / "verl_grpo"
+SCRIPT, HOPPER = FOLDER / "cpu.sh", FOLDER / "hopper.sh"
+# Stands for Python: verl prints its config instead of training.
+PRINT_CONFIG = """#!/bin/sh
+case "$*" in
+  *verl.trainer.main_ppo*) exec "{python}" "$@" --cfg job --resolve ;;
+  *make_model*) exec "{python}" -m "$2" tiny "$4" ;;
+  *curves*) exit 0 ;;
+esac
+exec "{python}" "$@"
+"""
 RANKS, STEPS = 2, 2
 
 
@@ -62,3 +73,64 @@ def test_grpo(tmp_path: Path) -> None:
         path = tmp_path / "run" / "reports" / f"containment-rank{rank}.json"
         levels = read_report(path).levels
         assert [level.status for level in levels[:3]] == ["passed"] * 3
+
+
+@pytest.mark.parametrize("recipe", ["jetrl", "rollout_only", "bf16"])
+def test_verl_accepts_the_options_of_hopper(tmp_path: Path, recipe: str) -> None:
+    # It registers the engine, and verl warns of what is not installed.
+    from jetrl_compile.integrations.verl.settings import read_settings
+
+    OmegaConf = pytest.importorskip("omegaconf").OmegaConf
+
+    python = tmp_path / "python"
+    python.write_text(PRINT_CONFIG.format(python=sys.executable))
+    python.chmod(0o755)
+    run = tmp_path / "run"
+    environment = {**os.environ, "PYTHON": str(python), "GPUS": "2"}
+    done = subprocess.run(
+        ["bash", str(HOPPER), "smollm2", recipe, str(run), "trainer.save_freq=5"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    text = done.stdout
+    config: Any = OmegaConf.create(text[text.index("actor_rollout_ref:") :])
+    parts = config.actor_rollout_ref
+    assert parts.model.external_lib == "jetrl_compile.integrations.verl"
+    settings = read_settings(OmegaConf.to_container(parts.model.override_config))
+    assert settings.recipe.name == recipe
+    assert settings.on_violation == ("warn" if recipe == "rollout_only" else "stop")
+    assert settings.reports == run / "reports"
+    vllm = OmegaConf.to_container(parts.rollout.engine_kwargs.vllm)
+    wanted = {"recipe": recipe}
+    assert vllm == (
+        {}
+        if recipe == "bf16"
+        else {"quantization": "jetrl", "additional_config": {"jetrl": wanted}}
+    )
+    assert (parts.actor.strategy, parts.ref.strategy) == ("fsdp2", "fsdp2")
+    assert config.trainer.n_gpus_per_node == 2
+    assert (config.trainer.save_freq, config.trainer.resume_mode) == (5, "auto")
+
+
+def test_rewards_of_written_tasks(tmp_path: Path) -> None:
+    import pandas
+
+    from jetrl_compile.examples.verl_grpo import make_data
+    from jetrl_compile.examples.verl_grpo.reward import digit_share, verified
+
+    names = ["gcd", "letter_counting"]
+    sizes = ["--train", "6", "--val", "2"]
+    make_data.main([str(tmp_path), *sizes, *(f"--task={name}" for name in names)])
+    frame = pandas.read_parquet(tmp_path / "train.parquet")
+    assert list(frame.data_source) == [f"reasoning_gym/{n}" for n in names] * 3
+    for row in frame.to_dict("records"):
+        truth = row["reward_model"]["ground_truth"]
+        assert [m["role"] for m in row["prompt"]][-2:] == ["assistant", "user"]
+        args = row["data_source"], f"It is {truth}.", truth, row["extra_info"]
+        assert verified(*args) == 1.0
+        assert verified(args[0], f"It is {truth}9.", *args[2:]) < 1.0
+    assert digit_share("", "a1b2", "") == 0.5
