@@ -21,7 +21,8 @@ from tiny_models import IGNORE_SCRIPT_METHOD
 from jetrl_compile import pipeline
 from jetrl_compile.kernels import dispatch
 
-LANGUAGES = {"python", "sh", "text", "yaml", "toml"}
+SHELL = ("sh", "bash")
+LANGUAGES = {"python", *SHELL, "text", "yaml", "toml"}
 BY_PAGE = {page: found for page in PAGES if (found := list(blocks(page)))}
 EVERY = [block for found in BY_PAGE.values() for block in found]
 CHECKER = doctest.OutputChecker()
@@ -88,7 +89,7 @@ def test_blocks(
             elif block.language == "python":
                 run_python(block, names)
                 printed = capsys.readouterr().out
-            elif block.language == "sh":
+            elif block.language in SHELL:
                 printed = "".join(
                     page_commands.run(page_commands.without_variables(words), status)
                     for words, status in page_commands.lines_of(block.text)
@@ -110,7 +111,7 @@ def look_up(block: Block) -> None:
     if block.language == "python":
         page_python.look_up(block.text)
     else:
-        assert block.language == "sh", block.language
+        assert block.language in SHELL, block.language
         for words, _ in page_commands.lines_of(block.text):
             page_commands.look_up(words)
 
