@@ -134,7 +134,7 @@ def flow_to(flow: Flow) -> dict[str, Any]:
     """Return a flow as JSON holds it.
 
     Raises:
-        GraphFormatError: A quantized flow lacks an attribute, or its floor is no number.
+        GraphFormatError: A quantized flow lacks an attribute, or its floor is none.
     """
     values = {key: getattr(flow, key) for key in _FLOW_FIELDS}
     if flow.granularity is not None:
