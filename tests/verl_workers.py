@@ -27,8 +27,17 @@ def start() -> None:
     initialize_global_process_group_ray()
 
 
-def model_config(folder: Path, **override: Any) -> Any:
-    """verl's config of a model; keywords go to `override_config`."""
+def model_config(
+    folder: Path, *, packed: bool = True, checkpointing: bool = True, **override: Any
+) -> Any:
+    """verl's config of a model; other keywords go to `override_config`.
+
+    Args:
+        folder: Of the model.
+        packed: Whether padding is removed.
+        checkpointing: Whether activations are recomputed in backward.
+        **override: Settings.
+    """
     from verl.workers.config import HFModelConfig
 
     return HFModelConfig(
@@ -39,7 +48,8 @@ def model_config(folder: Path, **override: Any) -> Any:
             "jetrl_lowering": "aot",
             **override,
         },
-        use_remove_padding=True,
+        use_remove_padding=packed,
+        enable_gradient_checkpointing=checkpointing,
     )
 
 
@@ -71,7 +81,7 @@ def make_engine(
     )
 
 
-def batch(rows: Sequence[Sequence[int]]) -> Any:
+def batch(rows: Sequence[Sequence[int]], *, packed: bool = True) -> Any:
     """A batch of token sequences, as verl's workers get it."""
     from verl.utils import tensordict_utils as tu
     from verl.utils.dataset.dataset_utils import DatasetPadMode
@@ -89,7 +99,7 @@ def batch(rows: Sequence[Sequence[int]]) -> Any:
     )
     tu.assign_non_tensor(
         data,
-        use_remove_padding=True,
+        use_remove_padding=packed,
         pad_mode=DatasetPadMode.NO_PADDING,
         use_dynamic_bsz=False,
         micro_batch_size_per_gpu=2,
@@ -111,8 +121,9 @@ def train(engine: Any, rows: Sequence[Sequence[int]]) -> Any:
     def loss(model_output: Any, data: Any, dp_group: Any) -> Any:
         return -model_output["log_probs"].values().mean() / 2, {}
 
+    data = batch(rows, packed=engine.model_config.use_remove_padding)
     with engine.train_mode():
-        return engine.train_batch(batch(rows), loss_function=loss)["metrics"]
+        return engine.train_batch(data, loss_function=loss)["metrics"]
 
 
 def log_probs(engine: Any, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:

@@ -114,8 +114,9 @@ class JetRLEngine(FSDPEngineWithLMHead):
         logits_processor_func: Any,
     ) -> Any:
         """Compute log-probs in FP32 where verl would in BF16: on a CPU."""
-        if output.logits is not None and output.logits.device.type == "cpu":
-            output.logits = output.logits.float()
+        logits = getattr(output, "logits", None)  # none with verl's fused kernels
+        if logits is not None and logits.device.type == "cpu":
+            output.logits = logits.float()
         return super().prepare_model_outputs(
             output, output_args, micro_batch, logits_processor_func
         )
