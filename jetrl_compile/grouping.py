@@ -167,6 +167,11 @@ class Cause:
             return f"operand is read in {there}, not in {absent}"
         if group.attribute == "source":
             return "operand is read from another operator"
+        if group.attribute == "params.straddles" and None in (
+            group.rollout,
+            group.train,
+        ):
+            return f"{group.rollout or group.train} in {there}, not in {absent}"
         if group.rollout is None and group.train is None:
             return f"difference in {attribute_label(group.attribute)}"
         first, second = (

@@ -130,7 +130,15 @@ def make_lock(
         path: The config or graph file that it was made from; the lock remembers it.
         folder: Where the lock will lie.
         live_engine: The engine that was asked for the graph; "" for none.
+
+    Raises:
+        GraphFormatError: The graph says in its meta key "incomplete" what it lacks.
     """
+    if text := graph.meta.get("incomplete"):
+        raise GraphFormatError(
+            f"the graph is incomplete ({text}), so a lock of it would fix a part; lock "
+            "a graph that was captured whole"
+        )
     source = {key: graph.meta[key] for key in _META if key in graph.meta}
     if str(path):
         relative = os.path.relpath(os.path.abspath(path), os.path.abspath(folder))

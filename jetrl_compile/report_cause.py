@@ -184,7 +184,10 @@ def meaning(cause: Cause, reasons: Mapping[str, str] | None = None) -> str:
     if cause.attribute == "bytes":
         return _bytes_finding(cause)[0]
     if cause.attribute in ("params.N", "params.K"):
-        return "the two GEMMs have other sizes: a padded or sharded weight on one side"
+        return (
+            "the two GEMMs have other sizes (N: outputs, K: inputs): a padded or "
+            "sharded weight on one side"
+        )
     return _MEANINGS.get(cause.attribute, "")
 
 

@@ -287,6 +287,12 @@ def test_an_incomplete_graph() -> None:
     assert "layer 2 ran eagerly" in render(report)
 
 
+def test_an_incomplete_graph_is_not_locked() -> None:
+    partial = replace(TRAIN, meta={**TRAIN.meta, "incomplete": "layer 1 ran eagerly"})
+    with pytest.raises(GraphFormatError, match=r"layer 1 ran eagerly.*captured whole"):
+        make_lock(partial)
+
+
 def test_lines_of_the_file() -> None:
     text = lock_to_json(LOCK)
     rows = text.split("\n")
