@@ -25,7 +25,7 @@ def junit_report(report: ContainmentReport) -> str:
             ET.SubElement(
                 properties,
                 "property",
-                name=_legal(f"{side}.{key}"),
+                name=_legal(f"{side.removeprefix('the ')}.{key}"),
                 value=_legal(value),
             )
     for level in report.levels:

@@ -195,10 +195,11 @@ def _write(
     extra: list[Path],
 ) -> None:
     from jetrl_compile.report import format_of, render
+    from jetrl_compile.report_text import shown
 
     others = [(path, format_of(path)) for path in extra]
     write_output(render(report, format_name, origin), output)
     for path, name in others:
         write_output(render(report, name, origin), path)
     if output is not None:
-        typer.echo(f"{report.verdict()}; the report is in {output}")
+        typer.echo(f"{shown(report.verdict())}; the report is in {output}")
