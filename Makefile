@@ -38,10 +38,10 @@ lint: $(VENV)/.dev
 pytest: $(VENV)/.dev $(VENV)/.browser
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal $(ARGS)
 
-# One after the other: GRPO runs in a dozen processes of its own.
+# Two files on two cores; GRPO runs in a dozen processes of its own.
 test-verl: $(VENV)/verl/.ready
 	@if test -s $<; then cat $< >&2; else OMP_NUM_THREADS=1 $(VENV)/verl/bin/python \
-	  -m pytest tests/integrations/test_verl_engine.py \
+	  -m pytest -n 2 --dist loadfile tests/integrations/test_verl_engine.py \
 	  tests/integrations/test_verl_grpo.py $(ARGS); fi
 
 test-gpu: $(VENV)/.dev

@@ -5,6 +5,7 @@ finds it with `current_sync()`.
 """
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from jetrl_compile.containment import ContainmentReport, check_containment
 from jetrl_compile.errors import ContainmentError, ModelError, OutputError
 from jetrl_compile.files import write_text
+from jetrl_compile.graph_json import write_graph
 from jetrl_compile.integrations.verl.digests import (
     StoredLayer,
     compare_digests,
@@ -74,6 +76,10 @@ class WeightSync:
             ContainmentError: It is not contained, and violations stop the run.
         """
         self.report = check_containment(rollout, self.train)
+        folder = self._folder()
+        if folder is not None and self.rank == 0:
+            write_graph(self.train, folder / "train.json")
+            write_graph(rollout, folder / "rollout.json")
         self._settle(f"levels 1 and 2 of {where}")
 
     def check_bytes(self, stored: dict[str, str], step: int | None) -> int:
@@ -113,14 +119,23 @@ class WeightSync:
                 found[f"jetrl/level_{level.level}_{level.name}"] = passed
         return found
 
-    def _settle(self, what: str) -> None:
-        assert self.report is not None
+    def _folder(self) -> Path | None:
+        """The folder of reports, made where it is not there yet."""
         folder = self.settings.reports
         if folder is not None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise OutputError(f"cannot make the folder {folder}: {error}") from None
+                raise OutputError(
+                    f"cannot make the folder {folder}: {error.strerror}; set "
+                    "jetrl_reports to one that can be written"
+                ) from None
+        return folder
+
+    def _settle(self, what: str) -> None:
+        assert self.report is not None
+        folder = self._folder()
+        if folder is not None:
             for name in ("json", "md"):
                 path = folder / f"containment-rank{self.rank}.{name}"
                 write_text(path, render(self.report, name))
