@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -212,6 +213,12 @@ def run_passes(
 def source_hash(root: Path = Path(__file__).parent) -> str:
     """Return a hash of a package's sources: a new version, a new compile cache."""
     digest = hashlib.sha256()
-    for path in sorted([*root.glob("*.py"), *root.glob("*/*.py")]):
+    found = (  # passes and kernels may be links, which rglob does not follow
+        Path(folder) / name
+        for folder, _, names in os.walk(root, followlinks=True)
+        for name in names
+        if name.endswith(".py")
+    )
+    for path in sorted(found):
         digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return digest.hexdigest()

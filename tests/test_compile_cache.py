@@ -128,3 +128,21 @@ def test_uuid_covers_sources_and_recipe(tmp_path: Path) -> None:
     source_hash.cache_clear()
     (copied / "passes" / "verify.py").write_text("# weaker\n")
     assert source_hash(copied) != source_hash()
+
+
+def test_sources_at_any_depth_count(tmp_path: Path) -> None:
+    deep = tmp_path / "integrations" / "engine" / "parts.py"
+    deep.parent.mkdir(parents=True)
+    hashes = []
+    for text in ("a = 1\n", "a = 2\n"):
+        deep.write_text(text)
+        source_hash.cache_clear()
+        hashes.append(source_hash(tmp_path))
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "link").symlink_to(tmp_path / "linked")
+    for text in ("", "b = 1\n"):
+        (tmp_path / "linked" / "more.py").write_text(text)
+        source_hash.cache_clear()
+        hashes.append(source_hash(tmp_path / "root"))
+    assert len(set(hashes)) == 4
