@@ -51,6 +51,7 @@ class PhaseLedger:
             if wanted.is_fp8(op) and op.name.startswith(inside)
         }
         self._calls: dict[str, set[str]] = defaultdict(set)
+        self._graphs: dict[str, int] = {}  # compiled when a phase was last checked
 
     def watch(self, model: nn.Module) -> None:
         """Note the calls of compiled layers.
@@ -85,21 +86,22 @@ class PhaseLedger:
         self._calls.clear()
 
     def end(self, phase: str, *, training: bool) -> int | None:
-        """Check a phase that ended, the first time that it did.
+        """Check a phase that ended, the first time and after more was compiled.
 
         Args:
             phase: Its name.
             training: Whether it ran backward.
 
         Returns:
-            The number of FP8 GEMMs that ran, None if the phase was checked before.
+            The number of FP8 GEMMs that ran, None if nothing is new.
 
         Raises:
             LoweringError: A GEMM that is FP8 in the precision graph ran otherwise, or a
                 compiled graph is not as it was traced; the layers are named.
         """
-        if phase in self.ran:
+        if phase in self.ran and self._graphs[phase] == len(self.reports):
             return None
+        self._graphs[phase] = len(self.reports)
         kind = "training" if training else "inference"
         found = self._gemms(self._calls[kind], training)
         self.ran[phase] = frozenset(found)
