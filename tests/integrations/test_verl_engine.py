@@ -267,9 +267,7 @@ def test_rollout_only_is_not_contained(
     from jetrl_compile.integrations.verl_cpu.server import CPUServer
 
     def pair(**override: Any) -> tuple[Any, Any]:
-        config = workers.model_config(
-            folder, jetrl_recipe="rollout_only", jetrl_level=2, **override
-        )
+        config = workers.model_config(folder, jetrl_recipe="rollout_only", **override)
         made = workers.make_engine(config)
         made.initialize()
         path, hf = config.local_path, config.hf_config
@@ -283,6 +281,9 @@ def test_rollout_only_is_not_contained(
         trainer.sync.check_graph(server.graph)
         assert "WARNING: jetrl: levels 1 and 2" in capsys.readouterr().out
         assert trainer.sync.metrics()["jetrl/contained"] == 0.0
+        # The weights are those of the trainer: nothing is said of them.
+        assert push(trainer, server) == 0
+        assert "WARNING" not in capsys.readouterr().out
     finally:
         set_current(engine.sync)
 

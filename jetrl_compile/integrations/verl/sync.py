@@ -80,7 +80,7 @@ class WeightSync:
         if folder is not None and self.rank == 0:
             write_graph(self.train, folder / "train.json")
             write_graph(rollout, folder / "rollout.json")
-        self._settle(f"levels 1 and 2 of {where}")
+        self._settle(f"levels 1 and 2 of {where}", (1, 2))
 
     def check_bytes(self, stored: dict[str, str], step: int | None) -> int:
         """Check level 3 against the digests of what a rollout stores.
@@ -105,7 +105,7 @@ class WeightSync:
         if self.report is None:  # levels 1 and 2 were not asked for
             self.report = check_containment(self.train, self.train)
         self.report = self.report.with_level(result, differences)
-        self._settle(f"level 3 after the weight sync of step {step}")
+        self._settle(f"level 3 after the weight sync of step {step}", (3,))
         return len(differences)
 
     def metrics(self) -> dict[str, float]:
@@ -132,16 +132,18 @@ class WeightSync:
                 ) from None
         return folder
 
-    def _settle(self, what: str) -> None:
+    def _settle(self, what: str, levels: tuple[int, ...]) -> None:
+        """Write the report; stop or warn if one of these levels failed."""
         assert self.report is not None
         folder = self._folder()
         if folder is not None:
             for name in ("json", "md"):
                 path = folder / f"containment-rank{self.rank}.{name}"
                 write_text(path, render(self.report, name))
-        if self.report.contained is not False:
+        found = [each for each in self.report.differences if each.level in levels]
+        if not found:
             return
-        first, count = self.report.differences[0], len(self.report.differences)
+        first, count = found[0], len(found)
         message = (
             f"{what}: not contained in the trainer, {count} "
             f"difference{'s' * (count > 1)}, first {first}"
