@@ -68,25 +68,28 @@ def compile_layers(model: nn.Module, **options: Any) -> dict[str, str]:
             options={**options, "module_path": first},
         )
         layer._compiled_call_impl = with_own_cache(layer)
-        layer._compiled_call_impl = _with_constant_floats(layer._compiled_call_impl)
+        layer._compiled_call_impl = _with_constant_numbers(layer._compiled_call_impl)
     return stands_for
 
 
-def _with_constant_floats(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Let Dynamo take a module's floats (a norm's eps) as constants.
+def _with_constant_numbers(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Dynamo take a module's floats (a norm's eps) and ints as constants.
 
-    With `dynamic=True` it makes them tensors on the CPU, which CUDA graphs cannot read.
+    With `dynamic=True` it makes floats tensors on the CPU, which CUDA graphs cannot
+    read. And where FSDP2 has wrapped the layer it makes `head_dim` a symbol: then views
+    of q, k, v and o are products of symbols, their wgrads are no GEMMs of a weight that
+    the passes know, and run in BF16. Sizes of tensors stay dynamic.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # Set by hand: config.patch() costs 100 us a call.
-        config = torch._dynamo.config
-        before = config.specialize_float
-        config.specialize_float = True
+        config: Any = torch._dynamo.config
+        before = config.specialize_float, config.specialize_int
+        config.specialize_float = config.specialize_int = True
         try:
             return compiled(*args, **kwargs)
         finally:
-            config.specialize_float = before
+            config.specialize_float, config.specialize_int = before
 
     return call
 

@@ -111,15 +111,17 @@ def test_eps_is_a_constant_of_compiled_layers() -> None:
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_setting_of_floats_is_put_back(before: bool) -> None:
-    model = make_model("llama")
+def test_setting_of_numbers_is_put_back(before: bool) -> None:
+    model, config = make_model("llama"), torch._dynamo.config
     compile_layers(model, lowering="aot")
-    with torch._dynamo.config.patch(specialize_float=before), torch.no_grad():
+    patch = config.patch(specialize_float=before, specialize_int=not before)
+    with patch, torch.no_grad():
         loss_of(model, tokens(1, 8))
-        assert torch._dynamo.config.specialize_float is before
+        assert config.specialize_float is before
         with pytest.raises(torch._dynamo.exc.Unsupported):
             model.model.layers[0]()
-        assert torch._dynamo.config.specialize_float is before
+        assert config.specialize_float is before
+        assert config.specialize_int is not before
 
 
 def test_layers_have_the_bits_of_the_whole_model() -> None:
