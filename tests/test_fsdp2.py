@@ -31,12 +31,8 @@ pytestmark = [
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[Any]:
     """A process group of this process alone."""
-    distributed.init_process_group(
-        "gloo",
-        store=distributed.FileStore(str(tmp_path / "store")),
-        rank=0,
-        world_size=1,
-    )
+    place = f"file://{tmp_path / 'store'}"
+    distributed.init_process_group("gloo", init_method=place, rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     distributed.destroy_process_group()
 
