@@ -4,6 +4,7 @@ import contextlib
 import os
 import stat
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from jetrl_compile.errors import OutputError
@@ -32,6 +33,27 @@ def write_text(path: Path | str, text: str) -> None:
             "UTF-8 cannot hold; rename what holds it"
         ) from error
     write_bytes(path, data)
+
+
+def refuse_inputs(
+    outputs: Iterable[Path | None], inputs: Iterable[Path | None]
+) -> None:
+    """Check that no file to be written is one that is read.
+
+    Args:
+        outputs: Files that will be written; None for standard output.
+        inputs: Files that are read.
+
+    Raises:
+        OutputError: A file is both.
+    """
+    read = {os.path.realpath(path): path for path in inputs if path is not None}
+    for path in outputs:
+        if path is not None and os.path.realpath(path) in read:
+            raise OutputError(
+                f"cannot write {path}: it is read by the same command and would be "
+                "lost; name another file"
+            )
 
 
 def write_bytes(path: Path | str, data: bytes) -> None:

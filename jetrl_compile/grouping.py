@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jetrl_compile.containment_report import (
     WORDING,
@@ -215,17 +215,22 @@ class Cause:
 
 def group_causes(
     found: ContainmentReport | Iterable[Difference],
+    sides: tuple[str, str] | None = None,
 ) -> tuple[Cause, ...]:
     """Merge differences as `group_differences` does, then equal ones at other places.
 
     Args:
         found: A report, for its differences, or differences.
+        sides: What the two graphs are called; default: as the report has it, or
+            "rollout" and "train".
 
     Returns:
         Causes: the lowest level first, then what other differences follow from, then
         the one with the most differences.
     """
     wording = found.wording if isinstance(found, ContainmentReport) else WORDING
+    if sides is not None:
+        wording = replace(wording, sides=sides)
     causes: dict[tuple[object, ...], list[DifferenceGroup]] = {}
     groups = group_differences(found)
     keys = [(group.level, group.attribute, *_cause_values(group)) for group in groups]

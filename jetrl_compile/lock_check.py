@@ -132,8 +132,14 @@ def make_lock(
         live_engine: The engine that was asked for the graph; "" for none.
 
     Raises:
-        GraphFormatError: The graph says in its meta key "incomplete" what it lacks.
+        GraphFormatError: The graph says in its meta key "incomplete" what it lacks, or
+            it has no GEMM.
     """
+    if next(graph.gemms(), None) is None:
+        raise GraphFormatError(
+            f"the graph has {len(graph.operators)} operators and no GEMM, so a lock of "
+            "it would say nothing; lock the graph of a model"
+        )
     if text := graph.meta.get("incomplete"):
         raise GraphFormatError(
             f"the graph is incomplete ({text}), so a lock of it would fix a part; lock "

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jetrl_compile.commands._terminal import progress, write_output
+from jetrl_compile.files import refuse_inputs
 
 if TYPE_CHECKING:
     from jetrl_compile.containment_report import ContainmentReport
@@ -108,6 +109,7 @@ def command(
     Exit status: 0 contained (or unchanged), 1 not, 2 could not tell (or an error).
     """
     extra = list(reports or ())
+    refuse_inputs([output, *extra], [rollout, train, against])
     if extra:  # a wrong ending is said before anything takes time
         from jetrl_compile.report import format_of
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jetrl_compile.commands._terminal import progress, write_output
+from jetrl_compile.files import refuse_inputs
 
 if TYPE_CHECKING:
     from jetrl_compile.differences import Difference
@@ -27,6 +28,7 @@ def command(
 
     Exit status: 0 equal, 1 different, 2 an error.
     """
+    refuse_inputs([output], [a, b])
     with progress("loading"):
         from jetrl_compile.graph_diff import diff_graphs
         from jetrl_compile.graph_json import read_graph

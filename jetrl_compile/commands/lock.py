@@ -7,6 +7,7 @@ import typer
 
 from jetrl_compile.commands._terminal import progress
 from jetrl_compile.commands.graph import Phase
+from jetrl_compile.files import refuse_inputs
 
 
 def command(
@@ -22,11 +23,20 @@ def command(
         typer.Option("--output", "-o", metavar="FILE", help="Where to write the lock."),
     ] = Path("precision.lock.json"),
     phase: Annotated[
-        Phase, typer.Option(help="The trainer's or the rollout's flow, of a config.")
-    ] = Phase.TRAIN,
+        Phase | None,
+        typer.Option(
+            help="The trainer's or the rollout's flow, of a config; default train.",
+            show_default=False,
+        ),
+    ] = None,
     recipe: Annotated[
-        str, typer.Option(metavar="NAME", help="`jetrl doctor` lists the recipes.")
-    ] = "jetrl",
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Of a config; default jetrl. `jetrl doctor` lists the recipes.",
+            show_default=False,
+        ),
+    ] = None,
     engine: Annotated[
         str,
         typer.Option(metavar="NAME", help="Ask this engine (vllm) with the config."),
@@ -36,12 +46,22 @@ def command(
 
     `jetrl check --against FILE` then fails when the flow is another one.
     """
+    refuse_inputs([output], [source])
+    if source.is_file() and (phase is not None or recipe is not None or engine):
+        raise typer.BadParameter(
+            f"{source} is a graph, which says its phase and recipe itself; leave out "
+            "--phase, --recipe and --engine, or give a config's folder"
+        )
     with progress("loading"):
         from jetrl_compile.lock import write_lock
         from jetrl_compile.lock_check import make_lock, source_graph
     with progress(f"reading {source}") as step:
         graph = source_graph(
-            source, phase=phase.value, recipe=recipe, engine=engine, progress=step
+            source,
+            phase=(phase or Phase.TRAIN).value,
+            recipe=recipe or "jetrl",
+            engine=engine,
+            progress=step,
         )
         lock = make_lock(graph, path=source, folder=output.parent, live_engine=engine)
         write_lock(lock, output)

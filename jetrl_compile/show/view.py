@@ -169,13 +169,21 @@ def _a_module(paired: Paired) -> str:
     return ".".join(next(deep, "model").split(".")[:3])
 
 
+def _sides(paired: Paired) -> tuple[str, str] | None:
+    """What differences call the two graphs: by their files, unless by their phases."""
+    phases = [meta.get("phase") for meta in paired.meta]
+    if len(paired.titles) != 2 or phases == ["rollout", "train"]:
+        return None
+    return paired.titles[0], paired.titles[1]
+
+
 class _Maker:
     def __init__(self, paired: Paired, folded: Folded, tokens: int) -> None:
         self.paired, self.folded, self.tokens = paired, folded, tokens
         self.blocks = BlockTable(folded)
         self.groups = [
             (cause.title, group)
-            for cause in group_causes(paired.differences)
+            for cause in group_causes(paired.differences, _sides(paired))
             for group in cause.groups
         ]
         places = {id(item): place for place, item in enumerate(paired.differences)}

@@ -13,7 +13,7 @@ from PIL import Image
 from playwright.sync_api import Browser, Page
 from sample_graphs import decoder_graph, with_edges, without_fp8
 
-from jetrl_compile.precision_graph import Edge, PrecisionGraph
+from jetrl_compile.precision_graph import Edge, PrecisionGraph, make_graph
 from jetrl_compile.show import styles
 from jetrl_compile.show.page import MOST, Picture, page
 from jetrl_compile.show.paired import pair_graphs
@@ -220,6 +220,25 @@ def test_search_goes_to_a_folded_layer(opened: Opener) -> None:
     assert "stands for 36 equal operators" in details(tab)
     tab.fill("#search", "layers.36.mlp")
     assert tab.inner_text("#results") == "nothing has such a name"
+
+
+def test_search_with_a_hostile_list_of_layers(opened: Opener) -> None:
+    plain = decoder_graph("train", 6)
+    graph = make_graph(
+        [replace(op, name=_renamed(op.name)) for op in plain.operators],
+        [
+            replace(edge, source=_renamed(edge.source), target=_renamed(edge.target))
+            for edge in plain.edges
+        ],
+        **plain.meta,
+    )
+    tab = opened(view_of(graph))
+    tab.fill("#search", "LA(yers*.4.mlp.up_proj:fprop")
+    assert len(tab.locator("#results button").all_inner_texts()) == 1
+
+
+def _renamed(name: str) -> str:
+    return name.replace(".layers.", ".la(yers*.")
 
 
 def test_an_edge_shows_every_attribute(opened: Opener) -> None:

@@ -154,6 +154,19 @@ def test_a_pair_of_train_and_rollout_is_checked_in_any_order() -> None:
         assert paired.verdict.startswith("contained")
 
 
+def test_findings_call_graphs_by_their_files() -> None:
+    def titles(phase: str) -> set[str]:
+        graphs = [decoder_graph(phase), decoder_graph("train")]
+        edge = next(e for e in graphs[0].edges if e.flow.dtype == "e4m3")
+        flow = replace(edge.flow, scale_format="ue8m0")
+        graphs[0] = one_edge(graphs[0], edge, flow=flow)
+        view = make_view(pair_graphs(graphs, ["a.json", "b.json"]))
+        return {found.title for found in view.findings}
+
+    assert titles("train") == {"scale format is ue8m0 in a.json, fp32 in b.json"}
+    assert titles("rollout") == {"scale format is ue8m0 in rollout, fp32 in train"}
+
+
 def test_findings_point_at_what_differs() -> None:
     train, rollout = decoder_graph("train", 6), decoder_graph("rollout", 6)
     edge = rollout.by_key[("model.layers.2.mlp.up_proj:fprop", "x")]

@@ -103,7 +103,8 @@
     for (const block of view.blocks) {
       if (block.drawn.length === block.numbers.length) continue;
       const last = block.list_path.split(".").pop();
-      const found = new RegExp(`(^|\\.)${last}\\.(\\d+)(?=\\D|$)`).exec(text);
+      const escaped = last.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
+      const found = new RegExp(`(^|\\.)${escaped}\\.(\\d+)(?=\\D|$)`, "i").exec(text);
       if (!found || !block.numbers.includes(Number(found[2]))) continue;
       const place = block.numbers.indexOf(Number(found[2])) % block.drawn.length;
       const start = found.index + found[1].length;
