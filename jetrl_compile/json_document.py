@@ -55,8 +55,8 @@ class Document:
             if error.pos >= len(text.rstrip()):
                 self.fail(f"ends in the middle, at line {error.lineno}")
             self.fail(
-                f"is not JSON: {error.msg.lower()} at line {error.lineno} column "
-                f"{error.colno}"
+                f"is not JSON: {error.msg.lower().removesuffix(' at')} at line "
+                f"{error.lineno} column {error.colno}"
             )
         except UnicodeDecodeError as error:
             self.fail(f"is not UTF-8 text: byte {error.start} is {error.reason}")

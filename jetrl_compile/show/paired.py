@@ -139,8 +139,8 @@ def narrow(paired: Paired, module: str) -> Paired:
 
     Args:
         paired: The whole.
-        module: A module path, which stands for all that is below it, or a glob of
-            operator names.
+        module: A module path or a glob of such paths, which stands for all that is
+            below it, or a glob of operator names.
 
     Raises:
         PrecisionFlowError: Nothing has such a name.
@@ -148,9 +148,12 @@ def narrow(paired: Paired, module: str) -> Paired:
     inside = {
         item.name
         for item in paired.items
-        if fnmatchcase(item.name, module)
-        or item.name == module
+        if item.name == module
         or item.name.startswith((f"{module}.", f"{module}:"))
+        or any(
+            fnmatchcase(item.name, pattern)
+            for pattern in (module, f"{module}.*", f"{module}:*")
+        )
     }
     if not inside:
         examples = ", ".join(dict.fromkeys(_module_names(paired.items)))

@@ -257,6 +257,8 @@ def test_narrowing_keeps_what_feeds_the_module() -> None:
     assert "model.layers.2.mlp.up_proj:fprop" in names
     assert "model.layers.2.post_attention_layernorm:norm" in names
     assert "model.layers.2.self_attn.q_proj:fprop" not in names
+    for same in ("model.layers.[2].mlp", "**.2.mlp"):
+        assert narrow(paired, same).items == part.items
     glob = narrow(paired, "*.up_proj:fprop")
     assert sum(":fprop" in item.name for item in glob.items) == 4
     with pytest.raises(PrecisionFlowError, match=r"no operator.*'nothing'.*such as"):
