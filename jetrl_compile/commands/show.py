@@ -67,7 +67,7 @@ def command(
         from jetrl_compile.show.output import FORMATS, check_ending, write_picture
         from jetrl_compile.show.paired import narrow, pair_graphs
         from jetrl_compile.show.view import make_view
-        from jetrl_compile.show.visible import Switches, default_phases
+        from jetrl_compile.show.visible import Switches, default_phases, visible
     check_ending(output)
     paths = [graph] if other is None else [graph, other]
     titles = [path.name for path in paths]
@@ -86,6 +86,10 @@ def command(
             opened = output.suffix.lower() != ".html"
         switches = Switches(chosen, opened=opened, weights=weights)
         write_picture(view, output, switches=switches)
+        drawn, _ = visible(view, switches)
+    if not drawn:
+        parts = ", ".join(chosen) or "forward, dgrad and wgrad"
+        typer.echo(f"nothing is drawn: {graph} has no operator in {parts}", err=True)
     text = f"{FORMATS[output.suffix.lower()]} of {' and '.join(view.titles)}"
     text += f" ({view.verdict})" if view.verdict else ""
     typer.echo(f"{text} is in {output}")

@@ -90,7 +90,10 @@ class Finding:
 
     Attributes:
         level: 1 structure to 4 logits.
-        title: What differs.
+        title: What differs: the same in all findings of one cause, which follow each
+            other.
+        remedy: What to do about that; "" where nothing is known to help.
+        place: Where, and what only this place tells.
         label: What the attribute that differs is called.
         message: The whole sentence, with the remedy.
         count: How many differences it stands for.
@@ -100,6 +103,8 @@ class Finding:
 
     level: int
     title: str
+    remedy: str
+    place: str
     label: str
     message: str
     count: int
@@ -182,14 +187,14 @@ class _Maker:
         self.paired, self.folded, self.tokens = paired, folded, tokens
         self.blocks = BlockTable(folded)
         self.groups = [
-            (cause.title, group)
+            (cause, place, group)
             for cause in group_causes(paired.differences, _sides(paired))
-            for group in cause.groups
+            for place, group in zip(cause.places(), cause.groups, strict=True)
         ]
         places = {id(item): place for place, item in enumerate(paired.differences)}
         self.group_of = {
             places[id(item)]: number
-            for number, (_, group) in enumerate(self.groups)
+            for number, (*_, group) in enumerate(self.groups)
             for item in group.differences
         }
         self.flows: dict[Flow, int] = {}
@@ -283,10 +288,12 @@ class _Maker:
         for place, edge in enumerate(edges):
             for number in edge.found:
                 at_edges.setdefault(number, []).append(place)
-        for number, (title, group) in enumerate(self.groups):
+        for number, (cause, where, group) in enumerate(self.groups):
             yield Finding(
                 group.level,
-                title,
+                cause.title,
+                cause.remedy,
+                where,
                 attribute_label(group.attribute),
                 group.message,
                 len(group.differences),

@@ -322,6 +322,23 @@ def test_differences_are_listed_marked_and_jumped_to(opened: Opener) -> None:
     assert "GEMM precision is bf16" in details(tab)
 
 
+def test_one_cause_at_many_places_is_said_once(opened: Opener) -> None:
+    train = decoder_graph("train", 4)
+    edges = [edge for edge in train.edges if edge.flow.scale_format == "fp32"]
+    other = with_edges(
+        train,
+        lambda edge: (
+            replace(edge, flow=replace(edge.flow, scale_format="ue8m0"))
+            if edge in edges
+            else edge
+        ),
+    )
+    tab = opened(make_view(pair_graphs([other, train], ["a.json", "b.json"])))
+    text = tab.inner_text("#differences ol")
+    assert text.count("scale format is ue8m0 in a.json, fp32 in b.json") == 1
+    assert tab.locator("#differences li").count() > 5
+
+
 def test_side_by_side_keeps_matched_parts_level(opened: Opener) -> None:
     view = mismatched()
     tab = opened(view)

@@ -114,3 +114,14 @@ def test_too_many_operators(tmp_path: Path) -> None:
     status, out, _ = run(path, "-o", tmp_path / "f.html", "--module", "model.p7")
     assert status == 0
     assert "a page" in out
+
+
+def test_an_empty_picture_says_so(tmp_path: Path, rollout: Path) -> None:
+    empty = tmp_path / "empty.json"
+    write_graph(make_graph([], []), empty)
+    for arguments in ((rollout, "--phase", "wgrad"), (empty,)):
+        status, _, error = run(*arguments, "-o", tmp_path / "flow.html")
+        assert status == 0
+        assert f"nothing is drawn: {arguments[0]} has no operator in" in error
+    _, _, error = run(rollout, "-o", tmp_path / "flow.html")
+    assert "nothing is drawn" not in error

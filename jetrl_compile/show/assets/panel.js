@@ -190,10 +190,14 @@
     const total = view.findings.reduce((sum, found) => sum + found.count, 0);
     section.querySelector("h2").textContent = `Differences (${total})`;
     const list = section.querySelector("ol");
+    // Findings of one cause follow each other: it is said once, above the first of them.
     view.findings.forEach((found, number) => {
       const item = make("li");
-      item.append(make("div", found.title, "title"),
-        go(found.message, () => J.jumpToFinding(number)));
+      if (!number || view.findings[number - 1].title !== found.title) {
+        item.append(make("div", found.title, "title"));
+        if (found.remedy) item.append(make("div", found.remedy));
+      }
+      item.append(go(found.place, () => J.jumpToFinding(number)));
       list.append(item);
     });
     if (!view.findings.length) list.replaceWith(make("p", "None."));
