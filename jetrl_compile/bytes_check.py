@@ -13,8 +13,16 @@ from jetrl_compile.rollout import QuantizedLinear
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
-    """A stored tensor and what the trainer would store there."""
+class Pair:
+    """A stored tensor and what the trainer would store there.
+
+    Attributes:
+        name: What messages call it.
+        operator: The operator whose operand it is.
+        operand: Of that operator; "" for another parameter.
+        stored: What is stored.
+        wanted: What the trainer's weights give.
+    """
 
     name: str
     operator: str
@@ -58,7 +66,7 @@ def compare_bytes(
     """
     differences, gaps = [], []
     for pair in _pairs(trainer, rollout):
-        found, differ = _compare(pair)
+        found, differ = compare_pair(pair)
         if found is not None:
             differences.append(found)
         gaps.append(TensorGap(pair.name, differ, pair.stored.numel()))
@@ -67,7 +75,7 @@ def compare_bytes(
     return result, differences, tuple(gaps)
 
 
-def _pairs(trainer: nn.Module, rollout: nn.Module) -> Iterable[_Pair]:
+def _pairs(trainer: nn.Module, rollout: nn.Module) -> Iterable[Pair]:
     masters = dict(trainer.named_parameters(remove_duplicate=False))
     for path, layer in rollout.named_modules():
         if not isinstance(layer, QuantizedLinear):
@@ -76,11 +84,11 @@ def _pairs(trainer: nn.Module, rollout: nn.Module) -> Iterable[_Pair]:
         source = master.t() if layer.transposed else master
         codes, scales = layer.quantize(source.to(layer.weight.device))
         gemm = f"{path}:fprop"
-        yield _Pair(f"{path}.weight", gemm, "w", layer.weight, codes)
-        yield _Pair(f"{path}.{layer.scale_name}", gemm, "w", layer.scales, scales)
+        yield Pair(f"{path}.weight", gemm, "w", layer.weight, codes)
+        yield Pair(f"{path}.{layer.scale_name}", gemm, "w", layer.scales, scales)
     for name, stored in rollout.named_parameters():
         wanted = _master(masters, name).to(stored.device, stored.dtype)
-        yield _Pair(name, name, "", stored.detach(), wanted)
+        yield Pair(name, name, "", stored.detach(), wanted)
 
 
 def _master(masters: Mapping[str, Tensor], name: str) -> Tensor:
@@ -92,8 +100,13 @@ def _master(masters: Mapping[str, Tensor], name: str) -> Tensor:
     return masters[name].detach()
 
 
-def _compare(pair: _Pair) -> tuple[Difference | None, int]:
-    """The difference of a pair, and how many of its elements differ."""
+def compare_pair(pair: Pair, where: str = "rollout") -> tuple[Difference | None, int]:
+    """Return the difference of a pair, and how many of its elements differ.
+
+    Args:
+        pair: The pair.
+        where: What holds the stored tensor, as messages name it.
+    """
     stored, wanted = pair.stored, pair.wanted
     facts = [
         ("dtype", str(stored.dtype), str(wanted.dtype)),
@@ -103,7 +116,7 @@ def _compare(pair: _Pair) -> tuple[Difference | None, int]:
         facts.append(("memory order", str(stored.stride()), str(wanted.stride())))
     for attribute, found, needed in facts:
         if found != needed:
-            what = f"{attribute} is {found} in rollout, {needed} in training"
+            what = f"{attribute} is {found} in {where}, {needed} in training"
             return _difference(pair, attribute, found, needed, what), stored.numel()
     differ = _bits(stored) != _bits(wanted)
     count = int(differ.sum())
@@ -114,13 +127,13 @@ def _compare(pair: _Pair) -> tuple[Difference | None, int]:
     found, needed = (f"{value:g}" for value in values)
     what = (
         f"{count} of {differ.numel()} elements ({count / differ.numel():.2%}) differ, "
-        f"first {list(first)}: {found} in rollout, {needed} in training"
+        f"first {list(first)}: {found} in {where}, {needed} in training"
     )
     return _difference(pair, "bytes", None, None, what), count
 
 
 def _difference(
-    pair: _Pair, attribute: str, found: str | None, needed: str | None, what: str
+    pair: Pair, attribute: str, found: str | None, needed: str | None, what: str
 ) -> Difference:
     message = f"{pair.name}: {what}"
     return Difference(

@@ -108,21 +108,30 @@ def _name_flows(graph: PrecisionGraph) -> dict[Flow, str]:
         flow = edge.flow
         if flow in names:
             continue
-        words = [flow.dtype]
-        if flow.granularity is not None:
-            words += [str(flow.granularity), str(flow.direction)]
-        if flow.scale_format not in (None, "fp32"):
-            words.append(str(flow.scale_format))
-        if flow.saved_dtype is not None:
-            words.append(f"saved {flow.saved_dtype}")
-        base = name = " ".join(words)
-        number = 1
-        while name in used:
-            number += 1
-            name = f"{base} #{number}"
-        used.add(name)
-        names[flow] = name
+        names[flow] = unused_name(flow_words(flow), used)
     return names
+
+
+def flow_words(flow: Flow) -> str:
+    """Return the main words of a flow, such as "e4m3 1x128 K"."""
+    words = [flow.dtype]
+    if flow.granularity is not None:
+        words += [str(flow.granularity), str(flow.direction)]
+    if flow.scale_format not in (None, "fp32"):
+        words.append(str(flow.scale_format))
+    if flow.saved_dtype is not None:
+        words.append(f"saved {flow.saved_dtype}")
+    return " ".join(words)
+
+
+def unused_name(base: str, used: set[str]) -> str:
+    """Return a name that is not used yet, with a number where needed, and note it."""
+    name, number = base, 1
+    while name in used:
+        number += 1
+        name = f"{base} #{number}"
+    used.add(name)
+    return name
 
 
 def _table(table: Any) -> str:

@@ -22,7 +22,14 @@ from typing import Any
 from jetrl_compile.errors import GraphFormatError
 from jetrl_compile.files import write_text
 from jetrl_compile.formats import Flow
-from jetrl_compile.graph_json import flow_from, flow_to, operator_from, operator_to
+from jetrl_compile.graph_json import (
+    flow_from,
+    flow_to,
+    flow_words,
+    operator_from,
+    operator_to,
+    unused_name,
+)
 from jetrl_compile.json_document import Document, read_document
 from jetrl_compile.lock_facts import Facts
 from jetrl_compile.lock_names import (
@@ -116,30 +123,14 @@ def _flow_names(facts: Facts) -> dict[Flow, str]:
     flows = {edge.flow for reads in facts.reads.values() for edge in reads.values()}
     by_words: dict[str, list[Flow]] = {}
     for flow in flows:
-        by_words.setdefault(_words(flow), []).append(flow)
+        by_words.setdefault(flow_words(flow), []).append(flow)
     names: dict[Flow, str] = {}
     used: set[str] = set()
     for words, same in sorted(by_words.items()):
         for flow in sorted(same, key=_everything):
-            base = name = words if len(same) == 1 else _everything(flow)
-            number = 1
-            while name in used:
-                number += 1
-                name = f"{base} #{number}"
-            used.add(name)
-            names[flow] = name
+            base = words if len(same) == 1 else _everything(flow)
+            names[flow] = unused_name(base, used)
     return names
-
-
-def _words(flow: Flow) -> str:
-    words = [flow.dtype]
-    if flow.granularity is not None:
-        words += [str(flow.granularity), str(flow.direction)]
-    if flow.scale_format not in (None, "fp32"):
-        words.append(str(flow.scale_format))
-    if flow.saved_dtype is not None:
-        words.append(f"saved {flow.saved_dtype}")
-    return " ".join(words)
 
 
 def _everything(flow: Flow) -> str:

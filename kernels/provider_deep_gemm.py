@@ -164,7 +164,8 @@ def gemm(
         if why is not None:
             raise _no_kernel(why)
         out = torch.empty((m, n), dtype=out_dtype, device=a.device)
-        _call(a, a_scales, b, b_scales, out, None, (1, 128, 128), dims)
+        tensors = (a, a_scales, b, b_scales, out, None)
+        call_library(_fp8_gemm_nt, tensors, (1, 128, 128), dims)
         return out
     why = _wrong_1d1d(m)
     if out_dtype not in (torch.float32, torch.bfloat16):
@@ -176,7 +177,7 @@ def gemm(
     a, b = _with_zero_columns(a), _with_zero_columns(b)
     padded = torch.zeros((m, align(n, 4)), dtype=torch.float32, device=a.device)
     out = padded[:, :n]
-    _call(a, a_scales, b, b_scales, out, out, (1, 1, 128), dims)
+    call_library(_fp8_gemm_nt, (a, a_scales, b, b_scales, out, out), (1, 1, 128), dims)
     return out.to(out_dtype, memory_format=torch.contiguous_format).contiguous()
 
 
@@ -196,19 +197,6 @@ def _readable(codes: Tensor, scales: Tensor, rows: int) -> tuple[Tensor, Tensor]
     if col == 1 and row % CODE_ALIGNMENT == 0 and row >= codes.shape[1]:
         return codes, scales_in_order(scales, rows)
     return in_order(codes, scales, rows)
-
-
-def _call(
-    a: Tensor,
-    a_scales: Tensor,
-    b: Tensor,
-    b_scales: Tensor,
-    out: Tensor,
-    c: Tensor | None,
-    recipe: tuple[int, int, int],
-    dims: str,
-) -> None:
-    call_library(_fp8_gemm_nt, (a, a_scales, b, b_scales, out, c), recipe, dims)
 
 
 def _fp8_gemm_nt(

@@ -68,16 +68,7 @@ class PhaseLedger:
         def call(*args: Any, **kwargs: Any) -> Any:
             kind = "training" if torch.is_grad_enabled() else "inference"
             self._calls[kind].add(path)
-            # Under FSDP2, Dynamo takes integers of modules (head_dim) for dynamic ones,
-            # as it does not with other modules. wgrad of q, k, v and o then has a
-            # symbolic N, is no weight GEMM to the passes, and would run in BF16.
-            config = torch._dynamo.config
-            before = config.specialize_int
-            config.specialize_int = True
-            try:
-                return compiled(*args, **kwargs)
-            finally:
-                config.specialize_int = before
+            return compiled(*args, **kwargs)
 
         return call
 

@@ -8,7 +8,6 @@ result or in the pass's identity may depend on the number of a layer.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,8 +63,7 @@ def identity(settings: Settings) -> str:
     Args:
         settings: Of the engine.
     """
-    own = source_hash(Path(__file__).parent)  # too deep for the package's hash
-    return f"jetrl {source_hash()} {own} {settings.recipe!r} {settings.fuse}"
+    return f"jetrl {source_hash()} {settings.recipe!r} {settings.fuse}"
 
 
 def run_passes(
