@@ -1,128 +1,29 @@
 """The page in a headless Chromium, from file://, without a network."""
 
-import io
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
+import page_in_browser
 import pytest
-from browser import launched
-from hostile import NAMES, hostile_graph
-from PIL import Image
-from playwright.sync_api import Browser, Page
-from sample_graphs import decoder_graph, with_edges, without_fp8
+from page_in_browser import (
+    Opener,
+    block,
+    click,
+    count_of,
+    details,
+    ids,
+    mismatched,
+    node,
+    view_of,
+)
+from sample_graphs import decoder_graph, with_edges
 
-from jetrl_compile.precision_graph import Edge, PrecisionGraph, make_graph
+from jetrl_compile.precision_graph import make_graph
 from jetrl_compile.show import styles
-from jetrl_compile.show.page import MOST, Picture, page
 from jetrl_compile.show.paired import pair_graphs
-from jetrl_compile.show.view import View, make_view
-from jetrl_compile.show.visible import Switches, default_phases, visible
+from jetrl_compile.show.view import make_view
+from jetrl_compile.show.visible import Switches, visible
 
-Opener = Callable[..., Page]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with launched() as found:
-        yield found
-
-
-@pytest.fixture
-def opened(browser: Browser, tmp_path: Path) -> Iterator[Opener]:
-    """Opens a view; afterwards nothing was logged, thrown or fetched."""
-    wrong: list[str] = []
-    context = browser.new_context(viewport={"width": 1400, "height": 900})
-
-    def start(view: View, switches: Switches | None = None) -> Page:
-        path = tmp_path / "flow.html"
-        chosen = switches or Switches(default_phases(view))
-        path.write_text(page(view, switches=chosen), encoding="utf-8")
-        tab = context.new_page()
-        tab.on("console", lambda message: wrong.append(f"console: {message.text}"))
-        tab.on("pageerror", lambda error: wrong.append(f"thrown: {error}"))
-        tab.on("request", lambda request: requests.append(request.url))
-        tab.goto(path.as_uri())
-        tab.wait_for_selector("html[data-ready]", state="attached", timeout=20_000)
-        return tab
-
-    requests: list[str] = []
-    yield start
-    context.close()
-    fetched = [
-        url for url in requests if not url.startswith(("file:", "data:", "blob:"))
-    ]
-    assert not wrong, wrong
-    assert not fetched, fetched
-    assert sum(url.startswith("file:") for url in requests) <= 1
-
-
-def view_of(*graphs: PrecisionGraph, titles: tuple[str, ...] = ("a", "b")) -> View:
-    return make_view(pair_graphs(graphs, titles[: len(graphs)]))
-
-
-def mismatched(layers: int = 12) -> View:
-    """A rollout graph with a skipped projection in two layers, against training."""
-    rollout = without_fp8(
-        decoder_graph("rollout", layers),
-        lambda name: any(f"layers.{n}.mlp.up_proj" in name for n in (3, 4)),
-    )
-
-    def change(edge: Edge) -> Edge:
-        wrong = edge.target == "model.layers.7.mlp.down_proj:fprop"
-        flow = replace(edge.flow, scale_format="ue8m0")
-        return replace(edge, flow=flow) if wrong and edge.operand == "x" else edge
-
-    train = decoder_graph("train", layers)
-    return view_of(with_edges(rollout, change), train, titles=("rollout", "train"))
-
-
-def ids(tab: Page) -> set[str]:
-    found: list[str] = tab.evaluate("[...jetrl.seen.elements.keys()]")
-    return set(found)
-
-
-def click(tab: Page, item: str) -> None:
-    """Click an element of the drawing with the mouse."""
-    point = tab.evaluate(
-        """(id) => {
-          const element = jetrl.cy.elements().filter((x) => x.data("item") === id)[0];
-          const open = element.hasClass("open");
-          const box = element.renderedBoundingBox({ includeLabels: false });
-          const at = element.isEdge() ? element.renderedMidpoint()
-            : open ? { x: box.x1 + 6, y: box.y1 + 6 } : element.renderedPosition();
-          const frame = document.getElementById("graph").getBoundingClientRect();
-          return [at.x + frame.left, at.y + frame.top];
-        }""",
-        item,
-    )
-    tab.mouse.click(*point)
-
-
-def details(tab: Page) -> str:
-    return tab.inner_text("#details")
-
-
-def block(view: View, title: str, phase: str = "forward") -> str:
-    (number,) = [
-        n
-        for n, item in enumerate(view.blocks)
-        if (item.title, item.phase) == (title, phase)
-    ]
-    return f"b{number}"
-
-
-def node(view: View, name: str) -> int:
-    return [item.name for item in view.nodes].index(name)
-
-
-def count_of(png: bytes, colour: str) -> int:
-    """Count the pixels of a colour."""
-    image = Image.open(io.BytesIO(png)).convert("RGB")
-    found = image.getcolors(maxcolors=2**24) or []
-    red, green, blue = bytes.fromhex(colour.removeprefix("#"))
-    return sum(count for count, value in found if value == (red, green, blue))
+browser, opened = page_in_browser.browser, page_in_browser.opened
 
 
 def test_opens_folded(opened: Opener) -> None:
@@ -400,127 +301,3 @@ def test_by_keyboard_alone(opened: Opener) -> None:
     assert tab.evaluate("jetrl.cy.zoom()") > zoom
     tab.keyboard.press("/")
     assert tab.evaluate("document.activeElement.id") == "search"
-
-
-def test_printing_shows_the_whole_graph(opened: Opener) -> None:
-    tab = opened(mismatched())
-    tab.evaluate("window.dispatchEvent(new Event('beforeprint'))")
-    tab.emulate_media(media="print")
-    tab.wait_for_function("document.getElementById('printed').naturalWidth > 100")
-    assert tab.is_visible("#printed")
-    assert tab.is_visible("#differences")
-    assert not tab.is_visible("#controls")
-    assert tab.pdf()[:5] == b"%PDF-"
-
-
-def test_zoom_and_pan_are_smooth(opened: Opener) -> None:
-    tab = opened(view_of(decoder_graph("train", 36)))
-    tab.click("#open-all")
-    slowest = tab.evaluate(
-        """async () => {
-          let [slowest, before] = [0, performance.now()];
-          for (let i = 0; i < 30; i += 1) {
-            jetrl.cy.panBy({ x: 9, y: 5 });
-            await new Promise(requestAnimationFrame);
-            slowest = Math.max(slowest, performance.now() - before);
-            before = performance.now();
-          }
-          return slowest;
-        }"""
-    )
-    assert (
-        slowest < 1000
-    )  # milliseconds; about 40 without a GPU, more on a busy machine
-
-
-@pytest.mark.parametrize("pair", [False, True])
-def test_hostile_names_do_nothing(opened: Opener, pair: bool) -> None:
-    graphs = [hostile_graph(), hostile_graph("</script>")][: 2 if pair else 1]
-    view = make_view(pair_graphs(graphs, NAMES[: len(graphs)]))
-    tab = opened(view, Switches(("forward",), opened=True))
-    for number in range(len(view.nodes)):
-        tab.evaluate("(n) => jetrl.jump({ node: n })", number)
-        assert view.nodes[number].name.split("\x00")[0].split("\n")[0][:9] in details(
-            tab
-        )
-    for number in range(len(view.edges)):
-        tab.evaluate("(n) => jetrl.jump({ edge: n })", number)
-    for name in NAMES:
-        tab.fill("#search", name.replace("\x00", "").replace("\ud800", ""))
-    assert tab.evaluate("window.owned") is None
-    assert tab.locator("#details img, #details b, #results img, h1 script").count() == 0
-
-
-def test_too_much_at_once_is_told(opened: Opener) -> None:
-    view = view_of(decoder_graph("rollout", 4))
-    many: Any = replace(
-        view, nodes=view.nodes + tuple(
-            replace(view.nodes[0], name=f"extra.{n}", label=f"extra.{n}", block=-1)
-            for n in range(MOST)
-        ),
-    )  # fmt: skip
-    tab = opened(many)
-    assert f"{MOST} can be read" in tab.inner_text("#message")
-    assert "--module" in tab.inner_text("#message")
-
-
-def test_opening_too_much_keeps_the_picture(opened: Opener) -> None:
-    view = view_of(decoder_graph("rollout", 4))
-    inside = next(x for x in view.nodes if x.block == 0 and not x.role)
-    many = replace(
-        view,
-        nodes=view.nodes
-        + tuple(replace(inside, name=f"extra.{n}", label="x") for n in range(MOST)),
-    )
-    tab = opened(many)
-    before = ids(tab)
-    click(tab, "b0")
-    assert tab.is_visible("#message")
-    assert ids(tab) == before
-
-
-def test_long_edges_do_not_make_it_hang(opened: Opener) -> None:
-    """240 layers that differ, each reading one table: 29,000 places in layers."""
-    graph = decoder_graph("rollout", 240)
-
-    def change(edge: Edge) -> Edge:
-        if not (edge.flow.is_quantized and ".layers." in edge.target):
-            return edge
-        layer = edge.target.split(".")[2]
-        return replace(edge, flow=replace(edge.flow, amax_floor=float(layer)))
-
-    tab = opened(view_of(with_edges(graph, change)))
-    assert int(tab.evaluate("document.documentElement.dataset.ready")) < 10_000
-    straight = tab.evaluate(
-        "[...jetrl.seen.edges.values()].filter((e) => !e.points).map((e) => e.source)"
-    )
-    table = node(view_of(graph), "model.rotary_emb:rope_table")
-    assert set(straight) == {f"n{table}"}
-    assert tab.evaluate("jetrl.cy.edges('.long').length") == len(straight)
-
-
-def test_a_hundred_thousand_operators_open_folded(opened: Opener) -> None:
-    view = view_of(decoder_graph("train", 2700))
-    assert sum(item.count for item in view.nodes) > 100_000
-    tab = opened(view)
-    assert int(tab.evaluate("document.documentElement.dataset.ready")) < 3000
-    click(tab, block(view, "model.layers.0-2699"))
-    tab.fill("#search", "layers.2699.mlp.up_proj:fprop")
-    tab.press("#search", "Enter")
-    assert "stands for 2700 equal operators" in details(tab)
-
-
-def test_pictures_are_shown(browser: Browser, tmp_path: Path) -> None:
-    tab = browser.new_page()
-    png = tab.screenshot()
-    view = view_of(decoder_graph("train", 4))
-    path = tmp_path / "with_pictures.html"
-    path.write_text(page(view, [Picture("the gap <b>by</b> position", png)]))
-    tab.goto(path.as_uri())
-    tab.wait_for_function("document.querySelector('#pictures img').naturalWidth > 100")
-    assert tab.inner_text("#pictures figcaption") == "the gap <b>by</b> position"
-    small = tab.evaluate("document.querySelector('#pictures img').clientWidth")
-    tab.click("#pictures button")
-    large = tab.evaluate("document.querySelector('#pictures img').clientWidth")
-    assert large > 2 * small
-    tab.close()
