@@ -1,10 +1,12 @@
 """The pass where it runs in an engine: inside Inductor, and as a backend."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import fresh_cache
 from vllm_engine_model import EngineModel, make_trainer
 
 from jetrl_compile.errors import LoweringError
@@ -19,6 +21,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
 ]
 SETTINGS = Settings(JETRL, ("reference",))
+
+
+@pytest.fixture(autouse=True)
+def no_compile_cache() -> Iterator[None]:
+    """A graph that an earlier run of these tests left would be taken: no pass runs."""
+    with fresh_cache():
+        yield
 
 
 def engine_model(kind: str, **sizes: Any) -> Any:
