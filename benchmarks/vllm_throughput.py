@@ -1,70 +1,63 @@
 """Output tokens a second of vLLM: BF16, its own block FP8, and the trainer's flow.
 
     python benchmarks/vllm_throughput.py qwen3-8b --sequences 8 --sequences 64
+    python benchmarks/vllm_throughput.py qwen3-32b --sequences 64 --engine bf16 \
+        --engine jetrl
 
-Needs a Hopper GPU, vLLM 0.24 and DeepGEMM. Each engine is a process of its own with
-random weights; all are loaded first, every batch size is warmed up, and then they
-generate in turns, one at a time. Prints medians and writes them as JSON. Compile
-DeepGEMM's kernels first: `jetrl warm-up CONFIG_DIR --no-backward --tokens 1:8192`.
+Needs a Hopper GPU, vLLM 0.24 and DeepGEMM. DeepGEMM's kernels are compiled first. Each
+engine is a process of its own with random weights; all load at the same time, every
+batch size is run once, prefill included, and then they generate in turns, one at a
+time. The rate counts generated tokens over the time of the whole call, prefill
+included. Prints medians and ratios, and writes all samples as JSON.
 """
 
 import json
 import os
+import subprocess
+import sys
 import tempfile
-import time
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import typer
+from vllm_engines import WHOLE_GRAPH, Failed, Worker, cache_bytes, make_llm, wait_all
+from vllm_engines import write_config as write
 
-from jetrl_compile.bench.models import BUILT_IN, find_config
+from jetrl_compile.bench.models import BUILT_IN
 
 ENGINES: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8_per_block": {"quantization": "fp8_per_block"},
     "jetrl": {"quantization": "jetrl"},
-    "jetrl_whole_graph": {
-        "quantization": "jetrl",
-        "compilation_config": {
-            "mode": 2,
-            "backend": "jetrl",
-            "cudagraph_mode": "FULL_DECODE_ONLY",
-        },
-    },
+    "jetrl_whole_graph": {"quantization": "jetrl", "compilation_config": WHOLE_GRAPH},
 }
 PROMPT = 128
-_CONTEXT = get_context("spawn")
+BATCHED = 8192  # tokens of a step: prompts are read in pieces of this size
 
 
-def serve(
-    name: str, folder: str, sequences: list[int], cache_gib: int, pipe: Connection
-) -> None:
-    """Load an engine, warm it up, and answer (sequences, tokens) with a rate."""
-    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-    if name == "jetrl_whole_graph":
-        os.environ["VLLM_USE_AOT_COMPILE"] = "0"
+def start(
+    name: str, folder: str, sequences: list[int], tokens: int, cache: int
+) -> Callable[..., Any]:
+    """Load an engine; return what gives a rate for (sequences, tokens)."""
+    import time
+
     import torch
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
     given = dict(ENGINES[name])
-    compilation = {
-        "cudagraph_capture_sizes": sorted(sequences),
-        **given.pop("compilation_config", {}),
-    }
-    llm: Any = LLM(
-        model=folder,
+    llm = make_llm(
+        folder,
+        cache,
         load_format="dummy",
-        skip_tokenizer_init=True,
-        max_model_len=1024,
+        max_model_len=PROMPT + tokens,
         max_num_seqs=max(sequences),
-        enable_prefix_caching=False,
-        # The engines share the GPU: none may take what is free.
-        gpu_memory_utilization=0.05,
-        kv_cache_memory_bytes=cache_gib << 30,
-        compilation_config=compilation,
+        max_num_batched_tokens=max(BATCHED, PROMPT + tokens),
+        compilation_config={
+            "cudagraph_capture_sizes": sorted(sequences),
+            **given.pop("compilation_config", {}),
+        },
         **given,
     )
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
@@ -72,19 +65,30 @@ def serve(
     size = (max(sequences), PROMPT)
     ids = torch.randint(10, vocabulary, size, generator=generator).tolist()
 
-    def rate(count: int, tokens: int) -> float:
+    def rate(count: int, length: int) -> dict[str, float]:
         prompts = [{"prompt_token_ids": row} for row in ids[:count]]
-        how = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
-        start = time.perf_counter()
+        how = SamplingParams(max_tokens=length, ignore_eos=True, detokenize=False)
+        begin = time.perf_counter()
         made = llm.generate(prompts, how, use_tqdm=False)
-        seconds = time.perf_counter() - start
-        return sum(len(one.outputs[0].token_ids) for one in made) / seconds
+        seconds = time.perf_counter() - begin
+        done = sum(len(one.outputs[0].token_ids) for one in made)
+        assert done == count * length, f"{done} tokens of {count} x {length}"
+        return {"rate": done / seconds, "seconds": seconds}
 
-    for count in sequences:
-        rate(count, 8)
-    pipe.send("ready")
-    while (asked := pipe.recv()) is not None:
-        pipe.send(rate(*asked))
+    return rate
+
+
+def warm_up(folder: str, sequences: list[int], say: Callable[[str], None]) -> None:
+    """Compile DeepGEMM's kernels, for all engines."""
+    counts = {*sequences, BATCHED}
+    for count in sequences:  # what is left of the prompts, with those that decode
+        counts |= {min(BATCHED, count * PROMPT), count * PROMPT % BATCHED + count}
+    command = [sys.executable, "-m", "jetrl_compile.cli", "warm-up", folder]
+    command += ["--no-backward"]
+    for count in sorted(counts - {0}):
+        command += ["--tokens", str(count)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    say((done.stdout + done.stderr).strip())
 
 
 def main(
@@ -94,7 +98,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 256,
     rounds: Annotated[int, typer.Option(help="Samples of each.")] = 3,
     layers: Annotated[int | None, typer.Option(help="Layers to keep.")] = None,
-    cache_gib: Annotated[int, typer.Option(help="GiB of each key/value cache.")] = 10,
+    logs: Annotated[Path | None, typer.Option(help="Folder of logs.")] = None,
     output: Annotated[Path, typer.Option(help="JSON.")] = Path("throughput.json"),
 ) -> None:
     """Measure engines in turns."""
@@ -102,34 +106,59 @@ def main(
     for name in names:
         if name not in ENGINES:
             raise typer.BadParameter(f"{name} is none of {', '.join(ENGINES)}")
-    config = find_config(model, layers)
-    kinds = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}
-    config.architectures = [f"{kinds[config.model_type]}ForCausalLM"]
-    config.dtype = "bfloat16"
-    rates: dict[str, dict[int, list[float]]] = {name: {} for name in names}
+    from jetrl_compile.kernels.deep_gemm_cache import CACHE_VARIABLE, cache_dir
+
+    os.environ[CACHE_VARIABLE] = str(cache_dir())  # vLLM has another one of its own
+    samples: dict[str, dict[int, list[dict[str, float]]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        pipes: dict[str, Connection] = {}
-        for name in names:  # one after the other: each measures what memory is free
-            ours, theirs = _CONTEXT.Pipe()
-            args = (name, folder, sequences, cache_gib, theirs)
-            _CONTEXT.Process(target=serve, args=args, daemon=False).start()
-            theirs.close()
-            ours.recv()
-            pipes[name] = ours
-            typer.echo(f"{name}: loaded and warm")
+        config = write(model, Path(folder), layers)
+        cache = cache_bytes(config, max(sequences), PROMPT + tokens)
+        warm_up(folder, sequences, typer.echo)
+        workers = []
+        for name in names:
+            whole = {"VLLM_USE_AOT_COMPILE": "0"} if "whole" in name else {}
+            args = (name, folder, sequences, tokens, cache)
+            log = logs / f"throughput_{model}_{name}.log" if logs else None
+            workers.append(Worker(name, start, *args, log=log, environment=whole))
+        ready = wait_all(workers, typer.echo)
+        for worker in list(ready):  # the same batches as those that are measured
+            try:
+                for count in sequences:
+                    worker.ask(count, 8)
+            except Failed as error:
+                typer.echo(str(error))
+                ready.remove(worker)
         for _ in range(rounds):
             for count in sequences:
-                for name, pipe in pipes.items():
-                    pipe.send((count, tokens))
-                    rates[name].setdefault(count, []).append(pipe.recv())
-        for pipe in pipes.values():
-            pipe.send(None)
-    typer.echo(f"{'tokens/s':20}" + "".join(f"{count:>12}" for count in sequences))
-    for name in names:
-        numbers = "".join(f"{median(rates[name][n]):12.0f}" for n in sequences)
-        typer.echo(f"{name:20}{numbers}")
-    output.write_text(json.dumps({"model": model, "tokens": tokens, "rates": rates}))
+                for worker in ready:
+                    found = worker.ask(count, tokens)
+                    samples.setdefault(worker.name, {}).setdefault(count, []).append(
+                        found
+                    )
+        for worker in workers:
+            worker.stop()
+    found = {"model": model, "layers": config.num_hidden_layers, "tokens": tokens}
+    output.write_text(json.dumps({**found, "samples": samples}))
+    typer.echo(table(samples, sequences))
+
+
+def table(
+    samples: dict[str, dict[int, list[dict[str, float]]]], sequences: list[int]
+) -> str:
+    """Return medians, and the ratios to those without the passes."""
+    rates = {
+        name: {n: median(one["rate"] for one in own[n]) for n in sequences}
+        for name, own in samples.items()
+    }
+    lines = [f"{'tokens/s':32}" + "".join(f"{count:>10}" for count in sequences)]
+    for name, own in rates.items():
+        lines.append(f"{name:32}" + "".join(f"{own[n]:10.0f}" for n in sequences))
+    for name, own in rates.items():
+        for base in ("bf16", "fp8_per_block"):
+            if base in rates and name.startswith("jetrl"):
+                ratios = "".join(f"{own[n] / rates[base][n]:10.3f}" for n in sequences)
+                lines.append(f"{name + ' / ' + base:32}{ratios}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
