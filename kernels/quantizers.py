@@ -6,11 +6,13 @@ the kernels cannot take (an unusual granularity, say) goes to the reference, and
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from jetrl_compile.kernels import reference, reference_fused
+from jetrl_compile.kernels.launch_plans import planned
 from jetrl_compile.kernels.layouts import in_order
 
 _FALLBACKS: dict[tuple[str, str], int] = {}
@@ -72,6 +74,45 @@ def quantize_parts(
         parts, dim, rows, cols, transpose, scale_format, amax_floor
     )
     return in_order(*made, rows, transpose)
+
+
+@planned("quantize_into")
+def quantize_into(
+    parts: Sequence[Tensor],
+    rows: int,
+    cols: int,
+    scale_format: str,
+    amax_floor: float,
+    codes: Tensor,
+    scales: Tensor,
+) -> tuple[()]:
+    """Quantize matrices below each other into tensors that exist: nothing is copied.
+
+    Args:
+        parts: As in `quantize_parts`, along 0.
+        rows: As in `quantize_parts`.
+        cols: As in `quantize_parts`.
+        scale_format: As in `quantize_parts`.
+        amax_floor: As in `quantize_parts`.
+        codes: (R, C), E4M3, in the memory order of `layouts`.
+        scales: FP32, in that order.
+    """
+    region = (rows, cols)
+    if codes.is_cuda:
+        from jetrl_compile.kernels import triton_quantize as kernels
+
+        why = partial(kernels.rejects, parts, region, None, amax_floor)
+        if _on_gpu("quantize_into", why, parts[0]):
+            kernels.quantize_into(
+                parts, region, scale_format, amax_floor, (codes, scales)
+            )
+            return ()
+    made = reference_fused.quantize_parts(
+        parts, 0, rows, cols, False, scale_format, amax_floor
+    )
+    codes.copy_(made[0])
+    scales.copy_(made[1])
+    return ()
 
 
 def quantize_twice(

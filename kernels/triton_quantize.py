@@ -135,6 +135,17 @@ def quantize_twice(
     return _quantize(parts, dim, (rows, cols), turned, scale_format, amax_floor)
 
 
+def quantize_into(
+    parts: Sequence[Tensor],
+    region: Region,
+    scale_format: str,
+    amax_floor: float,
+    out: tuple[Tensor, Tensor],
+) -> None:
+    """Quantize matrices below each other into codes and scales that exist."""
+    _quantize(parts, 0, region, None, scale_format, amax_floor, out)
+
+
 def _quantize(
     parts: Sequence[Tensor],
     dim: int,
@@ -142,6 +153,7 @@ def _quantize(
     turned: Region | None,
     scale_format: str,
     amax_floor: float,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     reason = rejects(parts, straight, turned, amax_floor)
     if reason is not None:
@@ -152,7 +164,7 @@ def _quantize(
     shape = [*parts[0].shape]
     shape[dim] = sum(sizes)
     device = parts[0].device
-    out = _allocate((shape[0], shape[1]), straight, device)
+    out = into or _allocate((shape[0], shape[1]), straight, device)
     out_t = _allocate((shape[1], shape[0]), turned, device, True)
     start = 0
     for group in _launches(parts, rows_only=straight == REGIONS[0] and turned is None):

@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
 from jetrl_compile.errors import ProviderError
 from jetrl_compile.kernels import (
     layouts,
+    quantizers,
     reference,
     reference_fused,
     triton_common,
@@ -241,6 +242,31 @@ def test_rejects() -> None:
     assert why == "no kernel requantizes without a transpose"
     why = triton_requantize.rejects(codes, scales, 128, 128, 1, 128, True)
     assert why == "no kernel requantizes regions of 128x128"
+
+
+@pytest.mark.parametrize("rows", [[128, 256], [64, 7], [130]])
+def test_into_what_exists(rows: list[int]) -> None:
+    """Codes and scales may be rows of larger matrices, as of a fused layer."""
+    parts = [normal(height, 192, seed=height) for height in rows]
+    made = triton_quantize.quantize_parts(parts, 0, *BLOCK, False, "fp32", FLOOR)
+    whole = [torch.zeros_like(t) for t in made]
+    out = [torch.cat([t, t, t]) for t in whole]
+    places = [slice(len(t), 2 * len(t)) for t in whole]
+    into = (out[0][places[0]], out[1][places[1]])
+    for run in (triton_quantize.quantize_into, into_by_device):
+        for t in out:
+            t.zero_()
+        run(parts, BLOCK, "fp32", FLOOR, into)
+        for t, place, wanted in zip(out, places, made, strict=True):
+            assert same(t[place], wanted)
+            assert not t[: place.start].float().any()
+            assert not t[place.stop :].float().any()
+
+
+def into_by_device(
+    parts: list[Tensor], region: Region, fmt: str, floor: float, out: tuple[Tensor, ...]
+) -> None:
+    quantizers.quantize_into(parts, *region, fmt, floor, *out)
 
 
 def test_rejects_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:

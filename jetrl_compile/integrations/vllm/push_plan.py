@@ -7,17 +7,34 @@ what stays in BF16 is copied by one call.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from jetrl_compile.integrations.vllm.layout import LayerLayout
+from jetrl_compile.integrations.vllm.layout import LayerLayout, Part
 from jetrl_compile.integrations.vllm.storage import (
     LAYOUT,
     quantized_layers,
     scales_of,
 )
-from jetrl_compile.kernels import fused_ops
+from jetrl_compile.kernels import quantizers
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of an FP8 layer that one kernel writes.
+
+    Attributes:
+        sources: The checkpoint's weights below each other, and which part of each is
+            wanted; None: the whole.
+        codes: Where their codes are stored, (N, K).
+        scales: Where their scales are.
+    """
+
+    sources: tuple[tuple[str, tuple[slice, slice] | None], ...]
+    codes: Tensor
+    scales: Tensor
 
 
 @dataclass(frozen=True)
@@ -27,35 +44,55 @@ class LayerTarget:
     Attributes:
         layout: Its parts.
         names: The checkpoint's weights of its parts, in order.
-        codes: The stored codes, (N, K).
+        pieces: What is written; one, unless a seam of two parts cuts a block.
         scales: The stored scales.
     """
 
     layout: LayerLayout
     names: tuple[str, ...]
-    codes: Tensor
+    pieces: tuple[Piece, ...]
     scales: Tensor
+
+    @classmethod
+    def of(cls, layout: LayerLayout, codes: Tensor, scales: Tensor) -> "LayerTarget":
+        """Return the target of a layer with this storage."""
+        named = [
+            (f"{part.name}.weight", _wanted(layout, part)) for part in layout.parts
+        ]
+        if layout.is_one_matrix:
+            pieces = [Piece(tuple(named), codes, scales)]
+        else:
+            pieces = [
+                Piece(
+                    (source,),
+                    codes[part.low : part.low + part.rows],
+                    scales[part.scale_low : part.scale_low + part.scale_rows],
+                )
+                for source, part in zip(named, layout.parts, strict=True)
+            ]
+        return cls(layout, tuple(name for name, _ in named), tuple(pieces), scales)
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
         """Quantize a layer's weights into its storage."""
         flow = self.layout.flow
         assert flow.granularity is not None
-        region = (flow.granularity.rows, flow.granularity.cols)
-        given = [
-            weights[name][part.source].to(self.codes.device, non_blocking=True)
-            for name, part in zip(self.names, self.layout.parts, strict=True)
-        ]
-        last = (False, flow.scale_format, flow.amax_floor, None)
-        if self.layout.is_one_matrix:
-            made = fused_ops.quantize_parts(given, 0, *region, *last)
-            self.codes.copy_(made[0])
-            self.scales.copy_(made[1])
-            return
-        for weight, part in zip(given, self.layout.parts, strict=True):
-            codes, scales = fused_ops.quantize_parts([weight], 0, *region, *last)
-            self.codes[part.low : part.low + part.rows].copy_(codes)
-            high = part.scale_low + part.scale_rows
-            self.scales[part.scale_low : high].copy_(scales)
+        assert flow.scale_format is not None
+        assert flow.amax_floor is not None
+        rows, cols = flow.granularity.rows, flow.granularity.cols
+        device = self.scales.device
+        for piece in self.pieces:
+            given = []
+            for name, wanted in piece.sources:
+                weight = weights[name] if wanted is None else weights[name][wanted]
+                if weight.device != device:
+                    weight = weight.to(device, non_blocking=True)
+                given.append(weight)
+            how = (rows, cols, flow.scale_format, flow.amax_floor)
+            quantizers.quantize_into(given, *how, piece.codes, piece.scales)
+
+
+def _wanted(layout: LayerLayout, part: Part) -> tuple[slice, slice] | None:
+    return None if part.shape == (part.rows, layout.cols) else part.source
 
 
 @dataclass(frozen=True)
@@ -67,18 +104,20 @@ class PushPlan:
         plain: For each tensor that stays as it is, the parameter or part of one.
         shapes: The shape that each tensor of the checkpoint must have.
         whole: Whether `plain` holds whole tensors: no tensor parallelism.
+        owners: For each parameter, the dictionary of the module that has it, its name
+            there, and itself.
     """
 
     layers: tuple[LayerTarget, ...]
     plain: Mapping[str, Tensor]
     shapes: Mapping[str, tuple[int, ...]]
     whole: bool = True
-    made_for: tuple[int, ...] = field(default=(), repr=False)
+    owners: tuple[tuple[dict[str, Any], str, Any], ...] = field(default=(), repr=False)
 
-    @staticmethod
-    def state_of(model: nn.Module) -> tuple[int, ...]:
-        """Return what changes when a model has other parameters."""
-        return tuple(id(parameter) for parameter in model.parameters())
+    @property
+    def is_current(self) -> bool:
+        """Whether the model still has the parameters that the plan was made for."""
+        return all(own.get(name) is given for own, name, given in self.owners)
 
 
 def make_plan(model: nn.Module) -> PushPlan:
@@ -94,10 +133,11 @@ def make_plan(model: nn.Module) -> PushPlan:
         codes = layer.weight
         assert isinstance(codes, Tensor)
         scales = scales_of(layer)
-        names = tuple(f"{part.name}.weight" for part in layout.parts)
-        shapes |= dict(zip(names, (part.shape for part in layout.parts), strict=True))
-        whole &= all(part.shape == (part.rows, layout.cols) for part in layout.parts)
-        targets.append(LayerTarget(layout, names, codes.data, scales.data))
+        target = LayerTarget.of(layout, codes.data, scales.data)
+        targets.append(target)
+        for name, part in zip(target.names, layout.parts, strict=True):
+            shapes[name] = part.shape
+            whole &= _wanted(layout, part) is None
         stored |= {id(codes), id(scales)}
     plain: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -116,7 +156,12 @@ def make_plan(model: nn.Module) -> PushPlan:
         if rows is not None:  # the engine pads a vocabulary
             shapes[name] = (int(rows), *parameter.shape[1:])
             plain[name] = parameter.data[: int(rows)]
-    return PushPlan(tuple(targets), plain, shapes, whole, PushPlan.state_of(model))
+    owners = tuple(
+        (module._parameters, name, parameter)
+        for module in modules.values()
+        for name, parameter in module._parameters.items()
+    )
+    return PushPlan(tuple(targets), plain, shapes, whole, owners)
 
 
 def write_plain(plan: PushPlan, weights: Mapping[str, Tensor]) -> None:

@@ -62,7 +62,7 @@ def plan_of(model: nn.Module) -> PushPlan:
     """Return where a model's weights go; made anew where its parameters are others."""
     config = config_of(model)
     plan: PushPlan | None = getattr(config, "push_plan", None)
-    if plan is None or plan.made_for != PushPlan.state_of(model):
+    if plan is None or not plan.is_current:
         plan = config.push_plan = make_plan(model)
     return plan
 

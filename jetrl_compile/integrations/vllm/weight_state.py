@@ -20,7 +20,6 @@ class WeightState:
         layers: The layouts of the quantized layers, by their names in the engine.
         broken: Why the model must not generate although all weights came, or "".
         pushing: Why it must not while a push of all weights is going on, or "".
-        pushing: Why it must not while a push of all weights is going on, or "".
     """
 
     def __init__(self) -> None:
