@@ -150,10 +150,54 @@ def test_a_second_model_is_loaded_later() -> None:
 
 
 def test_incomplete_layer_is_refused() -> None:
-    layer, state, _ = stored([128, 128, 128], 128)
+    layer, _, weight = stored([128, 128, 128], 128)
     setattr(layer, storage.LOADED, {"q", "v"})
+    layer.weight = nn.Parameter(weight, requires_grad=False)
     with pytest.raises(ModelError, match=r"without m\.0\.k_proj"):
-        storage.store(layer, state)
+        storage.store(layer, WeightState())
+
+
+def reload(layer: Any, state: WeightState, weight: torch.Tensor, keys: str) -> None:
+    """As vLLM's layerwise reload: another BF16 weight, and the layer is stored anew."""
+    del layer.weight, layer.weight_scale_inv
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    setattr(layer, storage.LOADED, set(keys))
+    storage.store(layer, state)
+
+
+def test_reload_of_some_parts_is_refused_later() -> None:
+    layer, state, weight = stored([128, 128, 128], 128)
+    garbage = weight.clone()
+    garbage[128:] = float("nan")  # memory that no loader wrote
+    reload(layer, state, garbage, "q")
+    assert storage.scales_of(layer).isfinite().all()
+    with pytest.raises(RefitError, match=r"wrote 1 of 3 FP8 layers, and not m\.0\.k"):
+        state.check()
+    reload(layer, state, weight, "qkv")
+    state.check()
+
+
+def test_reload_of_nan_is_refused_later() -> None:
+    layer, state, weight = stored([128, 128, 128], 128)
+    wrong = weight.clone()
+    wrong[200, 3] = float("inf")
+    reload(layer, state, wrong, "qkv")
+    with pytest.raises(RefitError, match=r"NaN or infinity, first m\.0\.k_proj"):
+        state.check()
+    reload(layer, state, weight, "qkv")
+    state.check()
+
+
+def test_a_part_that_comes_again_begins_another_push() -> None:
+    layer, state, weight = stored([128, 128, 128], 128)
+    parts = torch.split(weight, 128)
+    load = layer.weight.weight_loader
+    for key in ("q", "k", "q", "k"):  # the first push ended here
+        load(layer.weight, parts["qkv".index(key)], key)
+    with pytest.raises(RefitError, match=r"wrote 2 of 3"):
+        state.check()
+    load(layer.weight, parts[2], "v")
+    state.check()
 
 
 def test_pushed_shard_goes_to_its_place() -> None:

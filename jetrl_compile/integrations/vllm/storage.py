@@ -76,18 +76,25 @@ def counting(loader: Callable[..., Any], layer: nn.Module) -> Callable[..., Any]
 def store(layer: nn.Module, state: WeightState, *, unchecked: bool = False) -> None:
     """Quantize the loaded BF16 weight of a layer, and keep the codes alone.
 
+    vLLM's reloads call it again, and then put the new codes into the first storage; an
+    exception would leave the layer without it. So what is wrong with a reload is told
+    when the model is to generate: parts that did not come, NaN and infinity.
+
     Args:
         layer: Its `weight` is (N, K) in BF16 or FP32.
         state: Told what was written.
         unchecked: Whether the weight was filled by something else than a loader.
 
     Raises:
-        ModelError: Not all parts were loaded.
+        ModelError: Not all parts were loaded, the first time.
     """
     layout: LayerLayout = getattr(layer, LAYOUT)
     loaded: set[Any] = getattr(layer, LOADED)
+    again = all(map(state.is_loaded, layout.parts))
     missing = [p.name for p in layout.parts if p.key not in loaded]
-    if missing and None not in loaded and not unchecked:
+    if None in loaded or unchecked:
+        missing = []
+    if missing and not again:
         raise ModelError(
             f"{layout.name} was loaded without {', '.join(missing)}; give a checkpoint "
             "with all weights"
@@ -102,10 +109,14 @@ def store(layer: nn.Module, state: WeightState, *, unchecked: bool = False) -> N
         dtype=torch.float8_e4m3fn,
         device=device,
     )
-    scales = torch.empty(layout.scale_shape, dtype=torch.float32, device=device)
+    scales = torch.zeros(layout.scale_shape, dtype=torch.float32, device=device)
     for part in layout.parts:
+        if part.name in missing:
+            codes[part.low : part.low + part.rows].zero_()
+            continue
         rows = weight.detach()[part.low : part.low + part.rows]
-        write(part, quantize_part(rows, layout.flow), codes, scales, state)
+        made = quantize_part(rows, layout.flow)
+        write(part, made, codes, scales, state, later=again)
     del layer.weight
     param = nn.Parameter(codes, requires_grad=False)
     param.weight_loader = in_place(layer, state)  # type: ignore[attr-defined]
@@ -121,13 +132,24 @@ def write(
     codes: Tensor,
     scales: Tensor,
     state: WeightState,
+    *,
+    later: bool = False,
 ) -> None:
-    """Write codes and scales of a part into a layer's storage."""
+    """Write codes and scales of a part into a layer's storage.
+
+    Args:
+        part: The part.
+        made: Its codes and scales.
+        codes: The layer's.
+        scales: The layer's.
+        state: Told what was written.
+        later: As in `WeightState.wrote`.
+    """
     with torch.no_grad():
         codes[part.low : part.low + part.rows].copy_(made[0])
         high = part.scale_low + part.scale_rows
         scales[part.scale_low : high].copy_(made[1])
-    state.wrote(part, made[1])
+    state.wrote(part, made[1], later=later)
 
 
 def check_pushed(part: Part, loaded: Tensor) -> None:

@@ -1,5 +1,6 @@
 """Which weights of an engine's model are of one push, and whether it may generate."""
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,20 +41,33 @@ class WeightState:
         self.layers[layout.name] = layout
         self._parts.update(part.name for part in layout.parts)
 
-    def wrote(self, part: Part, scales: Tensor) -> None:
+    def is_loaded(self, part: Part) -> bool:
+        """Whether a part has been stored before, so that another weight is a push."""
+        return part.name in self._stored
+
+    def wrote(self, part: Part, scales: Tensor, *, later: bool = False) -> None:
         """Note that a part was written, with these scales.
 
-        The first time it is loaded; every other time it is pushed.
+        The first time it is loaded; every other time it is pushed. A part that comes
+        again before all have come begins another push.
+
+        Args:
+            part: What was written.
+            scales: Its scales.
+            later: Whether NaN and infinity are told by `check` alone, not here.
 
         Raises:
             RefitError: It completes a load or a push in which a weight holds NaN or
                 infinity.
         """
+        if part.name in self._written:
+            self._written, self._scales = set(), {}
         self._scales[part.name] = scales
-        done = self._written if part.name in self._stored else self._stored
+        done = self._written if self.is_loaded(part) else self._stored
         done.add(part.name)
         if done == self._parts:
-            self.settle()
+            with contextlib.suppress(*([RefitError] if later else [])):
+                self.settle()
 
     def wrote_all(self, scales: Mapping[Any, Tensor]) -> None:
         """Note a complete push.
