@@ -28,8 +28,8 @@ class WeightState:
         self.broken = ""
         self.pushing = ""
         self._parts: set[str] = set()
-        self._stored: set[str] = set()  # at load, or by a push
-        self._written: set[str] = set()
+        self._stored: dict[str, None] = {}  # at load, or by a push
+        self._written: dict[str, None] = {}  # in this order
         self._scales: dict[str, Tensor] = {}
 
     def __deepcopy__(self, memo: Any) -> "WeightState":
@@ -48,8 +48,9 @@ class WeightState:
     def wrote(self, part: Part, scales: Tensor, *, later: bool = False) -> None:
         """Note that a part was written, with these scales.
 
-        The first time it is loaded; every other time it is pushed. A part that comes
-        again before all have come begins another push.
+        The first time it is loaded; every other time it is pushed. Where a part comes
+        again before all have come, another push began: what was written up to its first
+        coming no longer counts.
 
         Args:
             part: What was written.
@@ -60,12 +61,12 @@ class WeightState:
             RefitError: It completes a load or a push in which a weight holds NaN or
                 infinity.
         """
-        if part.name in self._written:
-            self._written, self._scales = set(), {}
+        while part.name in self._written:
+            del self._written[next(iter(self._written))]
         self._scales[part.name] = scales
         done = self._written if self.is_loaded(part) else self._stored
-        done.add(part.name)
-        if done == self._parts:
+        done[part.name] = None
+        if done.keys() == self._parts:
             with contextlib.suppress(*([RefitError] if later else [])):
                 self.settle()
 
@@ -88,7 +89,7 @@ class WeightState:
             RefitError: One holds NaN or infinity; the model refuses to generate.
         """
         given, self._scales = self._scales, {}
-        self._written, self.broken = set(), ""
+        self._written, self.broken = {}, ""
         if not given:
             return
         # One look at the GPU: NaN and infinity pass from weights to their scales.
@@ -109,7 +110,7 @@ class WeightState:
     @property
     def missing(self) -> list[str]:
         """What an unfinished push has not written yet; empty if there is none."""
-        return sorted(self._parts - self._written) if self._written else []
+        return sorted(self._parts - self._written.keys()) if self._written else []
 
     def check(self) -> None:
         """Check that the model may generate.
