@@ -51,6 +51,22 @@ def define(
     return op
 
 
+def differentiate(
+    name: str, backward: Callable[..., Any], keep: Callable[..., None]
+) -> None:
+    """Give an operator a gradient.
+
+    Args:
+        name: Of the operator, without its namespace.
+        backward: Called with autograd's context and the gradients of the results;
+            returns one gradient for each argument.
+        keep: Called as `keep(ctx, inputs, output)` in forward.
+    """
+    _torch_library.register_autograd(
+        f"{NAMESPACE}::{name}", backward, setup_context=keep, lib=_LIBRARY
+    )
+
+
 def check_source(x: Tensor) -> None:
     """Check a matrix that is to be quantized."""
     if x.dim() != 2:

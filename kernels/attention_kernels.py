@@ -1,0 +1,155 @@
+"""Which code runs attention in exact mode.
+
+- `fa3`: FlashAttention 3 as vLLM ships it, one split; head size 128 on Hopper. Paged
+  decode, chunks and packed batches give a query the same bits (measured on an H200).
+- `triton`: `triton_attention`, other head sizes.
+- `reference`: FP64, on a CPU.
+
+Backward of both GPU kernels is PyTorch's flash backward, which takes the result and the
+log-sum-exp.
+"""
+
+import importlib
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl_compile.errors import ProviderError
+from jetrl_compile.kernels import reference_exact
+from jetrl_compile.kernels.provider import no_hopper
+from jetrl_compile.kernels.sequences import Sequences, find_sequences
+
+KERNELS = ("fa3", "triton", "reference")
+FA3_HEAD_SIZE = 128
+"""The head size at which FA3 gives a query the same bits from pages as packed."""
+_FA3 = "vllm.vllm_flash_attn.flash_attn_interface"
+
+
+def fa3_missing() -> str | None:
+    """Return why FlashAttention 3 cannot run in this process, or None if it can."""
+    if importlib.util.find_spec("vllm") is None:
+        return "vllm is not installed, whose build of FlashAttention 3 both sides run"
+    return no_hopper()
+
+
+def attention_kernel(device_type: str, head_size: int) -> str:
+    """Return the kernel of an attention: the same one in trainer and rollout.
+
+    Args:
+        device_type: "cuda", "cpu", "meta".
+        head_size: D.
+
+    Raises:
+        ProviderError: It cannot run in this process.
+    """
+    if device_type != "cuda":
+        return "reference"
+    if head_size != FA3_HEAD_SIZE:
+        return "triton"
+    why = fa3_missing()
+    if why is not None:
+        raise ProviderError(
+            f"exact attention of head size {head_size} runs FlashAttention 3: {why}; "
+            "install vllm==0.24.0 beside the trainer, on Hopper"
+        )
+    return "fa3"
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    scale: float,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    """Run `reference_exact.attention` by a kernel."""
+    if kernel == "reference":
+        return reference_exact.attention(q, k, v, mask, positions, scale)
+    rows, _, queries, _ = q.shape
+    found = find_sequences(rows, queries, k.shape[2], mask, positions, q.device)
+    run = _fa3 if kernel == "fa3" else _triton
+    out, lse = run(_packed(q), _packed(k), _packed(v), found, scale)
+    shape = (rows, queries, q.shape[1], q.shape[3])
+    return out.view(shape), lse.view(-1, rows, queries).transpose(0, 1).contiguous()
+
+
+def attention_backward(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    scale: float,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run `reference_exact.attention_backward`, or PyTorch's flash backward."""
+    if kernel == "reference":
+        return reference_exact.attention_backward(dy, q, k, v, mask, positions, scale)
+    rows, _, queries, _ = q.shape
+    found = find_sequences(rows, queries, k.shape[2], mask, positions, q.device)
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of no dropout
+    grads = torch.ops.aten._flash_attention_backward(
+        dy.reshape(-1, *dy.shape[2:]),
+        _packed(q),
+        _packed(k),
+        _packed(v),
+        out.view(-1, *out.shape[2:]),
+        lse.transpose(0, 1).reshape(lse.shape[1], -1).contiguous(),
+        found.starts_q,
+        found.starts_k,
+        found.longest_q,
+        found.longest_k,
+        0.0,
+        True,
+        state,
+        state.new_empty(0),
+        scale=scale,
+    )
+    dq, dk, dv = (
+        grad.view(rows, -1, *grad.shape[1:]).transpose(1, 2) for grad in grads
+    )
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+def _packed(x: Tensor) -> Tensor:
+    """Return (B, H, L, D) as (B L, H, D)."""
+    turned = x.transpose(1, 2)
+    return turned.reshape(-1, *turned.shape[2:])
+
+
+def _fa3(
+    q: Tensor, k: Tensor, v: Tensor, found: Sequences, scale: float
+) -> tuple[Tensor, Tensor]:
+    library: Any = importlib.import_module(_FA3)
+    out, lse, *_ = library.flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        found.longest_q,
+        found.starts_q,
+        found.longest_k,
+        cu_seqlens_k=found.starts_k,
+        softmax_scale=scale,
+        causal=True,
+        return_softmax_lse=True,
+        num_splits=1,
+        fa_version=3,
+    )
+    return out, lse
+
+
+def _triton(
+    q: Tensor, k: Tensor, v: Tensor, found: Sequences, scale: float
+) -> tuple[Tensor, Tensor]:
+    from jetrl_compile.kernels.triton_attention import packed_attention
+
+    return packed_attention(
+        q, k, v, found.starts_q, found.starts_k, found.longest_q, scale
+    )

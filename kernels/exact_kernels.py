@@ -1,0 +1,113 @@
+"""Which code runs an operator of exact mode: Triton or a library on a GPU.
+
+On a GPU nothing falls back: another kernel would give other bits, so what cannot run is
+an error.
+"""
+
+import torch
+from torch import Tensor
+
+from jetrl_compile.errors import PrecisionFlowError, ProviderError
+from jetrl_compile.kernels import reference_exact
+from jetrl_compile.kernels.launch_recorder import call_library
+from jetrl_compile.kernels.provider_deep_gemm import DEEP_GEMM, library
+
+BF16_GEMMS = ("deep_gemm", "reference")
+"""Providers of `bf16_gemm`, the one for GPUs first."""
+
+
+def bf16_gemm_provider(device_type: str) -> str:
+    """Return the provider of `bf16_gemm` on a device.
+
+    Args:
+        device_type: "cuda", "cpu", "meta".
+
+    Raises:
+        ProviderError: It cannot run in this process.
+    """
+    if device_type != "cuda":
+        return "reference"
+    why = DEEP_GEMM.usable()
+    if why is not None:
+        raise ProviderError(
+            f"exact mode runs BF16 GEMMs (the output head) by deep_gemm: {why}; "
+            "install 'jetrl-compile[hopper]'"
+        )
+    return "deep_gemm"
+
+
+def _triton(x: Tensor, op: str) -> bool:
+    if not x.is_cuda:
+        return False
+    from jetrl_compile.kernels.triton_common import triton_missing
+
+    why = triton_missing()
+    if why is not None:
+        raise ProviderError(
+            f"exact mode runs {op} by Triton on a GPU: {why}; install triton"
+        )
+    return True
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Run `reference_exact.rms_norm`; both results are contiguous."""
+    if _triton(x, "rms_norm"):
+        from jetrl_compile.kernels import triton_exact
+
+        return triton_exact.rms_norm(x, weight, eps)
+    y, rstd = reference_exact.rms_norm(x, weight, eps)
+    return y.contiguous(), rstd.contiguous()
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """Run `reference_exact.silu_mul`; the result is contiguous."""
+    if _triton(gate, "silu_mul"):
+        from jetrl_compile.kernels import triton_exact
+
+        return triton_exact.silu_mul(gate, up)
+    return reference_exact.silu_mul(gate, up).contiguous()
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Run `reference_exact.rope`; the result is laid out as x is."""
+    if _triton(x, "rope"):
+        from jetrl_compile.kernels import triton_exact
+
+        return triton_exact.rope(x, cos, sin)
+    return torch.empty_like(x).copy_(reference_exact.rope(x, cos, sin))
+
+
+def bf16_gemm(x: Tensor, w: Tensor, provider: str) -> Tensor:
+    """Run `reference_exact.bf16_gemm` by a provider.
+
+    Raises:
+        ProviderError: The provider has no such GEMM.
+    """
+    if provider == "reference":
+        return reference_exact.bf16_gemm(x, w)
+    if provider != "deep_gemm":
+        raise ProviderError(
+            f"provider {provider!r} has no batch-invariant BF16 GEMM; use one of "
+            f"{', '.join(BF16_GEMMS)}"
+        )
+    x, w = x.contiguous(), w.contiguous()
+    out = torch.empty((x.shape[0], w.shape[0]), dtype=x.dtype, device=x.device)
+    if out.numel():
+        call_library(library().bf16_gemm_nt, (x, w, out))
+    return out
+
+
+def log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    """Run `reference_exact.log_softmax`: PyTorch's kernel, on any device.
+
+    Raises:
+        PrecisionFlowError: On a GPU, V is no multiple of 4. There the order of a row's
+            sums depends on its address modulo 16 bytes.
+    """
+    if logits.is_cuda and logits.shape[-1] % 4:
+        raise PrecisionFlowError(
+            f"log_probs got a vocabulary of {logits.shape[-1]}; on a GPU it needs a "
+            "multiple of 4, so that every row of logits begins at 16 bytes: pad the "
+            "output head"
+        )
+    return reference_exact.log_softmax(logits, temperature)

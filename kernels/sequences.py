@@ -1,0 +1,118 @@
+"""Where the sequences of a padded or packed batch begin and end, for attention.
+
+A batch of B rows is read as B L tokens one after the other. A sequence begins with each
+row, with each change of the mask (padding is sequences of its own, whose results nobody
+reads), and where a position does not follow on the one before it.
+"""
+
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The sequences of a batch.
+
+    Attributes:
+        starts_q: (N + 1,), int32: where each sequence's queries begin, and the end.
+        starts_k: The same of its keys.
+        longest_q: The most queries of a sequence.
+        longest_k: The most keys of a sequence.
+    """
+
+    starts_q: Tensor
+    starts_k: Tensor
+    longest_q: int
+    longest_k: int
+
+
+_thread = threading.local()  # what the layers of one forward ask for again and again
+
+
+def find_sequences(
+    rows: int,
+    queries: int,
+    keys: int,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    device: torch.device,
+) -> Sequences:
+    """Return the sequences of a batch; the last answer is kept while its tensors live.
+
+    Args:
+        rows: B.
+        queries: L, queries a row.
+        keys: S, keys a row; S > L: the queries are the last L, and tokens.
+        mask: (B, S), bool: which keys are tokens; None: all.
+        positions: (B, L), integer, read where S = L; None: a row is one sequence.
+        device: Of the result.
+    """
+    key = (rows, queries, keys, device, _version(mask), _version(positions))
+    kept = getattr(_thread, "kept", None)
+    if kept is not None and kept[0] == key:
+        _, alive, found = kept
+        if alive[0]() is mask and alive[1]() is positions:
+            return found  # type: ignore[no-any-return]
+    find = _of_batch if queries == keys else _of_cache
+    found = find(rows, queries, keys, mask, positions, device)
+    _thread.kept = (key, (_reference(mask), _reference(positions)), found)
+    return found
+
+
+def _version(tensor: Tensor | None) -> int:
+    return -1 if tensor is None else tensor._version
+
+
+def _reference(tensor: Tensor | None) -> Any:
+    return (lambda: None) if tensor is None else weakref.ref(tensor)
+
+
+def _of_batch(
+    rows: int,
+    queries: int,
+    keys: int,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    device: torch.device,
+) -> Sequences:
+    begins = torch.zeros(rows, queries, dtype=torch.bool, device=device)
+    begins[:, 0] = True
+    if mask is not None:
+        begins[:, 1:] |= mask[:, 1:] != mask[:, :-1]
+    if positions is not None:
+        positions = positions.expand(rows, queries)
+        begins[:, 1:] |= positions[:, 1:] != positions[:, :-1] + 1
+    (found,) = begins.flatten().nonzero(as_tuple=True)
+    starts = torch.nn.functional.pad(found, (0, 1), value=rows * queries)
+    longest = int(starts.diff().max())
+    starts = starts.to(torch.int32)
+    return Sequences(starts, starts, longest, longest)
+
+
+def _of_cache(
+    rows: int,
+    queries: int,
+    keys: int,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    device: torch.device,
+) -> Sequences:
+    """Two sequences a row: padding on the left, which has no queries, and the tokens.
+
+    Padding elsewhere among the keys is not told from tokens.
+    """
+    ends = torch.arange(1, rows + 1, device=device)
+    padding = torch.zeros(rows, dtype=torch.int64, device=device)
+    if mask is not None:
+        padding = mask.long().argmax(-1)
+    first = (ends - 1) * queries
+    starts_q = torch.stack((first, first), 1).flatten()
+    starts_k = torch.stack(((ends - 1) * keys, (ends - 1) * keys + padding), 1)
+    starts_q = torch.nn.functional.pad(starts_q, (0, 1), value=rows * queries)
+    starts_k = torch.nn.functional.pad(starts_k.flatten(), (0, 1), value=rows * keys)
+    return Sequences(starts_q.to(torch.int32), starts_k.to(torch.int32), queries, keys)

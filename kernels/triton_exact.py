@@ -1,0 +1,165 @@
+"""Launches of the Triton kernels of exact mode; `triton_exact_kernels` has them.
+
+How a kernel is spread over the GPU depends on the length of a row alone, so that a row
+has the same bits whatever the other rows are.
+"""
+
+import torch
+from torch import Tensor
+
+from jetrl_compile.kernels.launch_recorder import launch_kernel
+from jetrl_compile.kernels.triton_common import rows_of
+from jetrl_compile.kernels.triton_device import on_device
+from jetrl_compile.kernels.triton_exact_kernels import (
+    head_norm_kernel,
+    rope_kernel,
+    row_norm_kernel,
+    silu_mul_kernel,
+)
+from jetrl_compile.kernels.triton_launch import TILE
+from jetrl_compile.kernels.triton_norm import split_groups, warps_of
+
+HEAD_COLS = 256  # rows up to this long are normalized several a program
+HEAD_ROWS = 16
+ROPE_ROWS = 16
+ELEMENTS = 2048  # of a program of `silu_mul_kernel`
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Run `reference_exact.rms_norm`.
+
+    The order of the FP32 sum is that of `triton_norm.rms_norm_quantize` where a row has
+    more than 256 elements.
+
+    Args:
+        x: (..., C) in BF16, columns adjacent.
+        weight: (C,) in BF16.
+        eps: Added to the mean square.
+    """
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    cols = x.shape[-1]
+    if not y.numel():
+        return y, rstd
+    weight = weight.contiguous()
+    if cols <= HEAD_COLS:
+        x, sizes, strides = _three_strides(x)
+        rows = y.numel() // cols
+        with on_device(x):
+            launch_kernel(head_norm_kernel, (-(-rows // HEAD_ROWS),))(
+                x,
+                weight,
+                y,
+                rstd,
+                rows,
+                cols,
+                *sizes,
+                *strides,
+                eps,
+                ROWS=HEAD_ROWS,
+                COLS=1 << (cols - 1).bit_length(),
+                num_warps=4,
+            )
+        return y, rstd
+    flat = _aligned_rows(x)
+    first, last = split_groups(-(-cols // TILE))
+    with on_device(x):
+        launch_kernel(row_norm_kernel, (flat.shape[0],))(
+            flat,
+            weight,
+            y,
+            rstd,
+            cols,
+            flat.stride(0),
+            eps,
+            FIRST=first,
+            LAST=last,
+            FULL=(first + last) * TILE == cols,
+            num_warps=warps_of(first + last),
+        )
+    return y, rstd
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """Run `reference_exact.silu_mul`; each element on its own.
+
+    Args:
+        gate: (..., C) in BF16, columns adjacent.
+        up: Like `gate`.
+    """
+    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if not y.numel():
+        return y
+    a, b = rows_of(gate), rows_of(up)
+    rows, cols = a.shape
+    with on_device(gate):
+        launch_kernel(silu_mul_kernel, (rows, -(-cols // ELEMENTS)))(
+            a, b, y, cols, a.stride(0), b.stride(0), BLOCK=ELEMENTS, num_warps=8
+        )
+    return y
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Run `reference_exact.rope`; each element on its own.
+
+    Args:
+        x: (..., D) in BF16, up to 4 dimensions.
+        cos: (..., D) in BF16, broadcast over the leading dimensions of x.
+        sin: Like `cos`.
+    """
+    out = torch.empty_like(x)
+    if not x.numel():
+        return out
+    size = x.shape[-1]
+    cos, sin = cos.expand(x.shape), sin.expand(x.shape)
+    x, sizes, strides = _three_strides(x)
+    _, _, to = _three_strides(out)
+    cos, _, of_cos = _three_strides(cos)
+    sin, _, of_sin = _three_strides(sin)
+    rows = x.numel() // size
+    with on_device(x):
+        launch_kernel(rope_kernel, (-(-rows // ROPE_ROWS),))(
+            x,
+            cos,
+            sin,
+            out,
+            rows,
+            size // 2,
+            *sizes,
+            *strides,
+            *of_cos,
+            *of_sin,
+            *to,
+            ROWS=ROPE_ROWS,
+            HALF=1 << (size // 2 - 1).bit_length(),
+            num_warps=4,
+        )
+    return out
+
+
+def _three_strides(x: Tensor) -> tuple[Tensor, tuple[int, int], tuple[int, ...]]:
+    """Return a tensor with adjacent columns, its 2nd and 3rd size, and 3 strides.
+
+    Row r of up to four dimensions is at r // (n1 n2), r // n2 % n1, r % n2.
+    """
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        x = x.contiguous()
+    if x.dim() > 4:
+        x = x.reshape(-1, *x.shape[-3:])
+    shape = [1] * (4 - x.dim()) + list(x.shape)
+    stride = [0] * (4 - x.dim()) + list(x.stride())
+    return x, (shape[1], shape[2]), tuple(stride[:3])
+
+
+def _aligned_rows(x: Tensor) -> Tensor:
+    """Return (..., C) as (R, C) whose rows begin as those of a fresh tensor do.
+
+    Triton spreads a row over threads by the alignment of its reads, and the order of
+    the sum follows: it must depend on C alone.
+    """
+    flat = rows_of(x)
+    cols, stride = flat.shape[-1], flat.stride(0)
+    alike = stride == cols or (stride % 16 == 0 and cols % 16 == 0)
+    if alike and flat.data_ptr() % 16 == 0:
+        return flat
+    return flat.clone(memory_format=torch.contiguous_format)

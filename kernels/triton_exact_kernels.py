@@ -1,0 +1,160 @@
+"""The Triton kernels of exact mode; `triton_exact` launches them.
+
+The rounding points are those of `reference_exact`: each product and sum of BF16 numbers
+is rounded on its own, so no fused multiply-add can take its place.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from jetrl_compile.kernels.triton_common import jit, round_bf16, tl
+from jetrl_compile.kernels.triton_norm_kernels import _columns, _read, _scaled, _write
+
+
+def _kernel(function: Callable[..., Any]) -> Any:
+    """Make a kernel of which no other is compiled for another batch.
+
+    Another one might spread its reads over threads, and so add, in another order.
+    """
+    return jit(function, do_not_specialize=["rows", "n1", "n2"])
+
+
+@_kernel
+def row_norm_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    y: tl.tensor,
+    rstd: tl.tensor,
+    cols: tl.tensor,
+    x_stride: tl.tensor,
+    eps: tl.tensor,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    FULL: tl.constexpr,
+) -> None:
+    """Normalize a row of FIRST + LAST groups of 128, as `norm_kernel` does."""
+    row = tl.program_id(0).to(tl.int64)
+    x += row * x_stride
+    y += row * cols
+    at = _columns(0, FIRST)
+    value = _read(x, at, cols, FULL)
+    squares = tl.sum(value * value)
+    if LAST:
+        at_last = _columns(FIRST, LAST)
+        value_last = _read(x, at_last, cols, FULL)
+        squares += tl.sum(value_last * value_last)
+    factor = tl.rsqrt(tl.div_rn(squares, cols.to(tl.float32)) + eps)
+    tl.store(rstd + row, factor)
+    _write(y, _scaled(value, factor, _read(weight, at, cols, FULL)), at, cols, FULL)
+    if LAST:
+        scaled = _scaled(value_last, factor, _read(weight, at_last, cols, FULL))
+        _write(y, scaled, at_last, cols, FULL)
+
+
+@jit
+def _row_offset(
+    row: tl.tensor,
+    n1: tl.tensor,
+    n2: tl.tensor,
+    s0: tl.tensor,
+    s1: tl.tensor,
+    s2: tl.tensor,
+) -> tl.tensor:
+    outer, inner = row // n2, row % n2
+    return (outer // n1) * s0 + (outer % n1) * s1 + inner * s2
+
+
+@_kernel
+def head_norm_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    y: tl.tensor,
+    rstd: tl.tensor,
+    rows: tl.tensor,
+    cols: tl.tensor,
+    n1: tl.tensor,
+    n2: tl.tensor,
+    x0: tl.tensor,
+    x1: tl.tensor,
+    x2: tl.tensor,
+    eps: tl.tensor,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+) -> None:
+    """Normalize ROWS short rows: heads of q or k."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, COLS)
+    inside = (row < rows)[:, None] & (col < cols)[None, :]
+    at = _row_offset(row, n1, n2, x0, x1, x2)[:, None] + col[None, :]
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    squares = tl.sum(value * value, axis=1)
+    factor = tl.rsqrt(tl.div_rn(squares, cols.to(tl.float32)) + eps)
+    w = tl.load(weight + col, mask=col < cols, other=0.0).to(tl.float32)
+    result = _scaled(value, factor[:, None], w[None, :])
+    tl.store(y + row[:, None] * cols + col[None, :], result, mask=inside)
+    tl.store(rstd + row, factor, mask=row < rows)
+
+
+@_kernel
+def rope_kernel(
+    x: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    half: tl.tensor,
+    n1: tl.tensor,
+    n2: tl.tensor,
+    x0: tl.tensor,
+    x1: tl.tensor,
+    x2: tl.tensor,
+    c0: tl.tensor,
+    c1: tl.tensor,
+    c2: tl.tensor,
+    s0: tl.tensor,
+    s1: tl.tensor,
+    s2: tl.tensor,
+    o0: tl.tensor,
+    o1: tl.tensor,
+    o2: tl.tensor,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+) -> None:
+    """Rotate ROWS rows of 2 half elements."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, HALF)
+    inside = (row < rows)[:, None] & (col < half)[None, :]
+    to_x = _row_offset(row, n1, n2, x0, x1, x2)[:, None] + col[None, :]
+    to_cos = _row_offset(row, n1, n2, c0, c1, c2)[:, None] + col[None, :]
+    to_sin = _row_offset(row, n1, n2, s0, s1, s2)[:, None] + col[None, :]
+    to_out = _row_offset(row, n1, n2, o0, o1, o2)[:, None] + col[None, :]
+    low = tl.load(x + to_x, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(x + to_x + half, mask=inside, other=0.0).to(tl.float32)
+    cos_low = tl.load(cos + to_cos, mask=inside, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos + to_cos + half, mask=inside, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin + to_sin, mask=inside, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin + to_sin + half, mask=inside, other=0.0).to(tl.float32)
+    first = round_bf16(low * cos_low) - round_bf16(high * sin_low)
+    second = round_bf16(high * cos_high) + round_bf16(low * sin_high)
+    tl.store(out + to_out, round_bf16(first).to(tl.bfloat16), mask=inside)
+    tl.store(out + to_out + half, round_bf16(second).to(tl.bfloat16), mask=inside)
+
+
+@_kernel
+def silu_mul_kernel(
+    gate: tl.tensor,
+    up: tl.tensor,
+    y: tl.tensor,
+    cols: tl.tensor,
+    gate_stride: tl.tensor,
+    up_stride: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Compute silu(gate) * up for BLOCK elements of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = col < cols
+    g = tl.load(gate + row * gate_stride + col, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + col, mask=inside, other=0.0).to(tl.float32)
+    silu = round_bf16(tl.div_rn(g, tl.exp(g * -1.0) + 1.0))
+    tl.store(y + row * cols + col, round_bf16(silu * u).to(tl.bfloat16), mask=inside)

@@ -1,0 +1,221 @@
+"""Attention of exact mode: a query has the same bits in every batch and chunk."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from jetrl_compile.errors import PrecisionFlowError, ProviderError
+from jetrl_compile.kernels import attention_kernels, reference_exact, triton_common
+from jetrl_compile.kernels.attention_ops import attention
+from jetrl_compile.kernels.sequences import find_sequences
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+KERNELS = [
+    "reference",
+    pytest.param(
+        "triton",
+        marks=pytest.mark.skipif(
+            triton_common.triton_missing() is not None, reason="no triton"
+        ),
+    ),
+    pytest.param("fa3", marks=pytest.mark.gpu),
+]
+LENGTH = 700 if ON_GPU else 90
+PAGE = 16
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+Triple = tuple[Tensor, Tensor, Tensor]
+
+
+def qkv(
+    batch: int,
+    length: int,
+    heads: int = 3,
+    keys: int = 1,
+    size: int = 64,
+    seed: int = 0,
+) -> Triple:
+    """As Hugging Face's models make them: (B, H, L, D), a view of (B, L, H, D)."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+
+    def one(number: int) -> Tensor:
+        shape = (batch, length, number, size)
+        x = torch.randn(shape, generator=generator, device=DEVICE)
+        return x.bfloat16().transpose(1, 2)
+
+    return one(heads), one(keys), one(keys)
+
+
+def size_of(kernel: str) -> int:
+    return 128 if kernel == "fa3" else 64
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, kernel: str, **more: Any) -> Tensor:
+    mask, positions = more.get("mask"), more.get("positions")
+    out, _ = attention(q, k, v, mask, positions, q.shape[-1] ** -0.5, kernel)
+    result: Tensor = out
+    return result
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_decode_and_chunks_equal_prefill(kernel: str) -> None:
+    q, k, v = qkv(1, LENGTH, size=size_of(kernel))
+    whole = run(q, k, v, kernel)
+    for start, end in ((0, 1), (5, 6), (63, 65), (0, 40), (40, LENGTH)):
+        part = run(q[:, :, start:end], k[:, :, :end], v[:, :, :end], kernel)
+        assert torch.equal(part, whole[:, start:end]), (start, end)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_batches_padding_and_packing_change_nothing(kernel: str) -> None:
+    lengths = [LENGTH, 1, 17, 64]
+    alone = [qkv(1, n, size=size_of(kernel), seed=n) for n in lengths]
+    wanted = [run(*x, kernel) for x in alone]
+    mask = torch.zeros(len(lengths), LENGTH, dtype=torch.bool, device=DEVICE)
+    padded = qkv(len(lengths), LENGTH, size=size_of(kernel), seed=99)
+    for row, length in enumerate(lengths):
+        mask[row, LENGTH - length :] = True
+        for whole, own in zip(padded, alone[row], strict=True):
+            whole[row, :, LENGTH - length :] = own[0]
+    got = run(*padded, kernel, mask=mask)
+    for row, length in enumerate(lengths):
+        assert torch.equal(got[row, LENGTH - length :], wanted[row][0])
+    q, k, v = (torch.cat([x[i] for x in alone], 2) for i in range(3))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None].to(DEVICE)
+    got = run(q, k, v, kernel, positions=positions)
+    assert torch.equal(got, torch.cat(wanted, 1))
+
+
+@pytest.mark.parametrize("kernel", KERNELS[1:])
+@pytest.mark.parametrize(("heads", "keys"), [(3, 1), (4, 4), (14, 2)])
+def test_kernels_compute_the_reference(kernel: str, heads: int, keys: int) -> None:
+    q, k, v = qkv(2, LENGTH, heads, keys, size_of(kernel))
+    out, lse = attention(q, k, v, None, None, 0.1, kernel)
+    wanted, wanted_lse = reference_exact.attention(q, k, v, None, None, 0.1)
+    assert (out.double() - wanted.double()).norm() < 5e-3 * wanted.double().norm()
+    assert torch.allclose(lse, wanted_lse, atol=1e-4)
+
+
+@pytest.mark.skipif(triton_common.triton_missing() is not None, reason="no triton")
+@pytest.mark.parametrize("size", [16, 64, 80])
+def test_paged_decode_equals_packed_prefill(size: int) -> None:
+    from jetrl_compile.kernels.triton_attention import paged_attention
+
+    lengths = [LENGTH, 5, 64]
+    parts = [qkv(1, n, size=size, seed=n) for n in lengths]
+    wanted = [run(*x, "triton")[0] for x in parts]
+    pages = sum(-(-n // PAGE) for n in lengths)
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(0))
+    cache = torch.randn(pages, 2, PAGE, 1, size, device=DEVICE).bfloat16()
+    table = torch.zeros(len(lengths), -(-LENGTH // PAGE), dtype=torch.int32)
+    used = 0
+    for row, (n, (_, k, v)) in enumerate(zip(lengths, parts, strict=True)):
+        own = order[used : used + -(-n // PAGE)]
+        used += len(own)
+        table[row, : len(own)] = own.int()
+        for place in range(n):
+            page = own[place // PAGE]
+            cache[page, 0, place % PAGE] = k[0, :, place]
+            cache[page, 1, place % PAGE] = v[0, :, place]
+    key_cache, value_cache = cache.unbind(1)
+    for counts in ([1, 1, 1], [LENGTH, 5, 64], [40, 1, 2]):
+        q = torch.cat(
+            [
+                x[0][0, :, n - c :]
+                for x, n, c in zip(parts, lengths, counts, strict=True)
+            ],
+            1,
+        ).transpose(0, 1)
+        starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()]).int()
+        out = paged_attention(
+            q,
+            key_cache,
+            value_cache,
+            torch.empty_like(q, memory_format=torch.contiguous_format),
+            starts.to(DEVICE),
+            torch.tensor(lengths).int().to(DEVICE),
+            table.to(DEVICE),
+            max(counts),
+            size**-0.5,
+        )
+        ends = [w[n - c :] for w, n, c in zip(wanted, lengths, counts, strict=True)]
+        assert torch.equal(out, torch.cat(ends))
+
+
+@pytest.mark.parametrize("kernel", ["reference", *KERNELS[2:]])
+def test_gradients(kernel: str) -> None:
+    q, k, v = qkv(2, 40, size=size_of(kernel))
+    mask = torch.ones(2, 40, dtype=torch.bool, device=DEVICE)
+    mask[0, :7] = False
+    leaves = tuple(x.detach().clone().requires_grad_() for x in (q, k, v))
+    out = run(leaves[0], leaves[1], leaves[2], kernel, mask=mask)
+    dy = torch.randn(out.shape, device=DEVICE).bfloat16() * mask[:, :, None, None]
+    got = torch.autograd.grad(out, leaves, dy)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    allowed = reference_exact.attention_mask(40, 40, mask, None, q)[:, None]
+    plain = torch.nn.functional.scaled_dot_product_attention(
+        wide[0],
+        wide[1],
+        wide[2],
+        attn_mask=allowed | ~mask[:, None, :, None],
+        enable_gqa=True,
+    )
+    wanted = torch.autograd.grad(plain.transpose(1, 2), wide, dy.double())
+    for mine, theirs in zip(got, wanted, strict=True):
+        assert mine.dtype is torch.bfloat16
+        assert (mine.double() - theirs).norm() < 1e-2 * theirs.norm()
+
+
+def test_registration() -> None:
+    q, k, v = qkv(1, 8)
+    args = (q, k, v, None, None, 0.1, "reference")
+    torch.library.opcheck(
+        attention, args, test_utils=("test_schema", "test_faketensor")
+    )
+
+
+def test_sequences_are_found_once_a_forward() -> None:
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]]).bool()
+    found = find_sequences(2, 4, 4, mask, None, mask.device)
+    assert found.starts_q.tolist() == [0, 2, 4, 7, 8]
+    assert found.longest_q == 3
+    assert find_sequences(2, 4, 4, mask, None, mask.device) is found
+    mask[0] = True
+    assert find_sequences(2, 4, 4, mask, None, mask.device).starts_q.tolist() == [
+        0,
+        4,
+        7,
+        8,
+    ]
+    cached = find_sequences(
+        2, 1, 4, torch.tensor([[0, 1, 1, 1]] * 2), None, mask.device
+    )
+    assert cached.starts_q.tolist() == [0, 0, 1, 1, 2]
+    assert cached.starts_k.tolist() == [0, 1, 4, 5, 8]
+
+
+def test_which_kernel() -> None:
+    assert attention_kernels.attention_kernel("cpu", 128) == "reference"
+    assert attention_kernels.attention_kernel("cuda", 64) == "triton"
+    if not ON_GPU:
+        message = "head size 128 runs FlashAttention 3: vllm is not installed"
+        with pytest.raises(ProviderError, match=message):
+            attention_kernels.attention_kernel("cuda", 128)
+
+
+def test_what_is_refused() -> None:
+    q, k, v = qkv(1, 8)
+    with pytest.raises(PrecisionFlowError, match="exact mode needs"):
+        run(q.float(), k, v, "reference")
+    with pytest.raises(PrecisionFlowError, match="got the kernel 'sdpa'"):
+        run(q, k, v, "sdpa")
+    with pytest.raises(PrecisionFlowError, match="is longer than 256"):
+        run(*qkv(1, 8, size=512), "triton")
