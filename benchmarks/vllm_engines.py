@@ -14,8 +14,22 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from jetrl_compile.bench.models import find_config
+from jetrl_compile.bench.models import BUILT_IN, find_config
 
+# Source: the model's config.json on Hugging Face.
+SMOLLM2: dict[str, Any] = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    "tie_word_embeddings": True,
+}
+SHAPES = (*BUILT_IN, "smollm2-135m")
 KINDS = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}
 WHOLE_GRAPH = {"mode": 2, "backend": "jetrl", "cudagraph_mode": "FULL_DECODE_ONLY"}
 ENVIRONMENT = {
@@ -34,11 +48,19 @@ def write_config(model: str, folder: Path, layers: int | None = None) -> Any:
     """Write the config.json of a shape; return the config.
 
     Args:
-        model: A built-in shape's name, or a folder with a config.json.
+        model: A name of `SHAPES`, or a folder with a config.json.
         folder: Where it is written.
         layers: How many decoder layers to keep; None: all.
     """
-    config = find_config(model, layers)
+    if model == "smollm2-135m":
+        from transformers import LlamaConfig
+
+        config: Any = LlamaConfig(**SMOLLM2)
+        config.num_hidden_layers = layers or config.num_hidden_layers
+    else:
+        config = find_config(model, layers)
+    if model == "llama3.1-8b":
+        config.rms_norm_eps = 1e-5
     config.architectures = [f"{KINDS[config.model_type]}ForCausalLM"]
     config.dtype = "bfloat16"
     config.bos_token_id, config.eos_token_id = 0, 1

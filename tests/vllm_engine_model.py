@@ -94,6 +94,14 @@ def define_operators() -> None:
         _library.register_fake(f"{library.ns}::{name}", fake, lib=library)
 
 
+class _Method:
+    """As vLLM's layers have one each, which may be exchanged."""
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        assert JETRL.flows is not None
+        return quantized_linear(layer, x, bias, JETRL.flows, "reference")
+
+
 class _Linear(nn.Module):
     """What vLLM's linear layers share: loading, and the quantized GEMM."""
 
@@ -110,6 +118,7 @@ class _Linear(nn.Module):
         )
         self.weight.weight_loader = storage.counting(self.load, self)  # type: ignore[attr-defined]
         self.bias: nn.Parameter | None = None
+        self.quant_method = _Method()
 
     def load(self, param: Tensor, weight: Tensor, key: Any = None) -> None:
         part = getattr(self, storage.LAYOUT).part(key)
@@ -126,8 +135,7 @@ class _Linear(nn.Module):
         storage.store(self, self.quant_config.state)
 
     def forward(self, x: Tensor) -> Tensor:
-        assert JETRL.flows is not None
-        return quantized_linear(self, x, self.bias, JETRL.flows, "reference")
+        return self.quant_method.apply(self, x, self.bias)
 
 
 class ColumnParallelLinear(_Linear):

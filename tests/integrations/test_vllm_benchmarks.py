@@ -1,0 +1,128 @@
+"""The benchmarks of vLLM as far as they run without it: faults, processes, tables."""
+
+import importlib
+import time
+from functools import partial
+from operator import floordiv
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm_engine_model import EngineModel, make_trainer
+
+from jetrl_compile.integrations.vllm.live_graph import trace_live
+from jetrl_compile.integrations.vllm.live_model import attention_facts, config_of
+from jetrl_compile.integrations.vllm.refit import refit_model
+from jetrl_compile.precision_graph import PrecisionGraph
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+FAULTS = (
+    "one layer skipped",
+    "UE8M0 in the flow",
+    "UE8M0 scales stored",
+    "FP32 master as source",
+    "transposed code block",
+    "stale layer after refit",
+)
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+class Engine:
+    """What the functions of `engine` use of vLLM's LLM."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.llm_engine = SimpleNamespace(
+            output_processor=SimpleNamespace(request_states={})
+        )
+
+    def apply_model(self, function: Any) -> list[Any]:
+        return [function(self.model)]
+
+    def reset_prefix_cache(self) -> None:
+        pass
+
+
+def live(llm: Engine) -> PrecisionGraph:
+    config = config_of(llm.model)
+    return trace_live(
+        llm.model,
+        config.settings(),
+        fused=config.fused,
+        reports=config.reports,
+        attributes=attention_facts(llm.model),
+    ).graph
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults(name: str, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = module("vllm_faults")
+    assert tuple(faults.FAULTS) == FAULTS
+    monkeypatch.setattr(faults, "engine_graph", live)
+    trainer = make_trainer("llama")
+    llm = Engine(EngineModel(trainer))
+    assert faults.judge(name, faults.graphs_of(llm, trainer)) == "NOT FOUND"
+    plant, level, _ = faults.FAULTS[name]
+    found = faults.judge(name, plant(llm, trainer))
+    assert found.startswith(f"level {level}: model."), found
+    refit_model(llm.model, trainer.named_parameters())
+    assert not faults.bytes_of(llm, faults.weights_of(trainer))
+    assert not faults.graphs_of(llm, trainer)
+    wrong = "transposed code block" if level < 3 else "UE8M0 in the flow"
+    assert faults.judge(wrong, plant(llm, trainer)).startswith("WRONG, level")
+
+
+def test_workers(module: Any, tmp_path: Path) -> None:
+    engines = module("vllm_engines")
+    said: list[str] = []
+    log = tmp_path / "logs" / "echo.log"
+    good = engines.Worker("good", partial, floordiv, 6, log=log)
+    bad = engines.Worker("bad", int, "six")
+    assert engines.wait_all([good, bad], said.append) == [good]
+    assert "ValueError: invalid literal" in said[1]
+    good.send(2)
+    assert good.receive() == 3
+    with pytest.raises(engines.Failed, match="ZeroDivisionError"):
+        good.ask(0)
+    begin = time.perf_counter()
+    good.stop()
+    assert time.perf_counter() - begin < 20
+    assert "ZeroDivisionError" in log.read_text()
+
+
+@pytest.mark.parametrize("model", ["qwen3-8b", "smollm2-135m"])
+def test_configs(model: str, module: Any, tmp_path: Path) -> None:
+    engines = module("vllm_engines")
+    config = engines.write_config(model, tmp_path, 2)
+    assert (tmp_path / "config.json").is_file()
+    assert config.num_hidden_layers == 2
+    token = 2 * 2 * config.num_key_value_heads * config.head_dim * 2
+    assert engines.cache_bytes(config, 8, 100) > 8 * 100 * token
+    one = engines.cache_bytes(config, 8, 100) - (1 << 28)
+    if config.num_key_value_heads % 2 == 0:
+        assert engines.cache_bytes(config, 8, 100, 2) - (1 << 28) == one // 2
+
+
+def test_table_of_rates(module: Any) -> None:
+    throughput = module("vllm_throughput")
+    samples = {
+        name: {8: [{"rate": rate}, {"rate": rate * 2}, {"rate": 0.0}]}
+        for name, rate in (("bf16", 100.0), ("jetrl", 150.0))
+    }
+    lines = throughput.table(samples, [8]).splitlines()
+    assert [line.split()[-1] for line in lines] == ["8", "100", "150", "1.500"]
+
+
+def test_seeded_trainers_are_equal(module: Any) -> None:
+    levels = module("vllm_levels")
+    made = [levels.fill(make_trainer("qwen3"), 7) for _ in range(2)]
+    for a, b in zip(made[0].parameters(), made[1].parameters(), strict=True):
+        assert torch.equal(a, b)
