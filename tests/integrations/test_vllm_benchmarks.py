@@ -14,6 +14,7 @@ from vllm_engine_model import EngineModel, make_trainer
 
 from jetrl_compile.integrations.vllm.live_graph import trace_live
 from jetrl_compile.integrations.vllm.live_model import attention_facts, config_of
+from jetrl_compile.integrations.vllm.log_probs import Sampled
 from jetrl_compile.integrations.vllm.refit import refit_model
 from jetrl_compile.precision_graph import PrecisionGraph
 
@@ -126,3 +127,23 @@ def test_seeded_trainers_are_equal(module: Any) -> None:
     made = [levels.fill(make_trainer("qwen3"), 7) for _ in range(2)]
     for a, b in zip(made[0].parameters(), made[1].parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_gap_by_length(module: Any) -> None:
+    gap = module("vllm_gap")
+    log_probs = torch.full((2, 6), -1.0)
+    log_probs[1, 5] = float("nan")
+    sampled = Sampled(((1,) * 8, (1,) * 8), (2, 3), log_probs)
+    train = log_probs.clone()
+    train[:, 2:] -= 0.5  # from position 4 of the first, 5 of the second
+    assert gap.metrics(sampled, train, 0, 4)["mean_gap"] == 0
+    found = gap.metrics(sampled, train, 4, 8)
+    assert (found["tokens"], found["mean_gap"]) == (8, 0.4375)
+    assert gap.metrics(sampled, train, 0, 8)["tokens"] == 11
+    rows = {
+        name: {8: {"k3_kl": k3, "mean_gap": 0.1}}
+        for name, k3 in (("jetrl", 1e-4), ("rollout_only", 2.1e-3), ("bf16", 2e-4))
+    }
+    assert gap.table(rows, [8]).endswith("at most bf16's: holds")
+    rows["bf16"][8]["k3_kl"] = 9e-5
+    assert gap.table(rows, [8]).endswith("DOES NOT HOLD")

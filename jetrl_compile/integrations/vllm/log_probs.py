@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from jetrl_compile.errors import ModelError
 from jetrl_compile.metrics import mismatch_metrics
 
+SLICE = 1024  # tokens whose FP32 logits are held at a time
+
 
 @dataclass(frozen=True)
 class Sampled:
@@ -25,6 +27,15 @@ class Sampled:
     prompts: tuple[int, ...]
     log_probs: Tensor
 
+    def first(self, count: int) -> "Sampled":
+        """Return the sequences as they were after some tokens, the prompt included."""
+        most = max(count - prompt for prompt in self.prompts)
+        kept = self.log_probs[:, :most].clone()
+        for row, prompt in zip(kept, self.prompts, strict=True):
+            row[max(count - prompt, 0) :] = float("nan")
+        tokens = tuple(one[:count] for one in self.tokens)
+        return Sampled(tokens, self.prompts, kept)
+
     @property
     def mask(self) -> Tensor:
         """Which positions hold a sampled token, (B, T)."""
@@ -37,7 +48,7 @@ def sample(
     length: int,
     *,
     temperature: float = 1.0,
-    seed: int = 0,
+    seed: int | None = 0,
 ) -> Sampled:
     """Let an engine sample answers, and keep the log-probs it sampled them with.
 
@@ -46,7 +57,8 @@ def sample(
         prompts: Token ids.
         length: Tokens an answer.
         temperature: Of sampling; log-probs are those before it.
-        seed: Of sampling.
+        seed: Of sampling, the same for each prompt; None: the engine's own, which is
+            faster.
 
     Raises:
         ModelError: The engine returned no log-probs.
@@ -102,8 +114,12 @@ def trainer_log_probs(trainer: nn.Module, sampled: Sampled) -> Tensor:
         for tokens, prompt in zip(sampled.tokens, sampled.prompts, strict=True):
             ids = torch.tensor([tokens], device=device)
             logits = causal(ids, use_cache=False).logits[0, prompt - 1 : -1]
-            scores = torch.log_softmax(logits.float(), -1)
-            rows.append(scores.gather(-1, ids[0, prompt:, None])[:, 0].cpu())
+            chosen = torch.split(ids[0, prompt:, None], SLICE)
+            scores = [  # in slices: FP32 logits of 8192 tokens take gigabytes
+                torch.log_softmax(part.float(), -1).gather(-1, own)[:, 0].cpu()
+                for part, own in zip(torch.split(logits, SLICE), chosen, strict=True)
+            ]
+            rows.append(torch.cat(scores))
     trainer.train(was_training)
     return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=float("nan"))
 
