@@ -20,6 +20,7 @@ from jetrl_compile.differences import (
     Comparison,
     Difference,
 )
+from jetrl_compile.exact_difference import exact_difference
 from jetrl_compile.formats import Flow
 from jetrl_compile.graph_diff import diff_graphs
 from jetrl_compile.grouping import group_differences
@@ -48,7 +49,11 @@ _GEMM_SIZES = ("params.N", "params.K")
 
 
 def check_containment(
-    rollout: PrecisionGraph, train: PrecisionGraph, *, strict: bool = False
+    rollout: PrecisionGraph,
+    train: PrecisionGraph,
+    *,
+    strict: bool = False,
+    exact: bool = False,
 ) -> ContainmentReport:
     """Check that every operator and edge of a rollout graph is in a training graph.
 
@@ -67,6 +72,9 @@ def check_containment(
         strict: Also compare which kernel runs each operator, whether its result is
             independent of the batch, and parameters that one graph alone shows, as
             bitwise equality needs; else these are notes.
+        exact: What equal bits need beyond that: each operator that a logit depends on
+            is run by a kernel that is proved to be independent of the batch
+            (`jetrl_compile.kernel_claims`), of one numerics class on both sides.
 
     Returns:
         The report. It tells neither True nor False where a graph is empty, has no
@@ -74,7 +82,7 @@ def check_containment(
         meta key "phase" of both says that they are swapped.
     """
     with collection_paused():
-        return _Check(rollout, train, strict).run()
+        return _Check(rollout, train, strict or exact, exact).run()
 
 
 def same_bits(provider: str, other: str) -> bool:
@@ -89,9 +97,10 @@ def is_integer(dtype: str) -> bool:
 
 class _Check:
     def __init__(
-        self, rollout: PrecisionGraph, train: PrecisionGraph, strict: bool
+        self, rollout: PrecisionGraph, train: PrecisionGraph, strict: bool, exact: bool
     ) -> None:
         self.rollout, self.train, self.strict = rollout, train, strict
+        self.exact = exact
         self.compare = Comparison()
         self.found: dict[int, list[Difference]] = {1: [], 2: []}
         self.notes: list[Difference] = []
@@ -169,6 +178,11 @@ class _Check:
         if formula and len(self.found[2]) == before:  # else it is named already
             self.found[2].append(formula)
         if op.name in self.one_sided:
+            return
+        if self.exact:
+            found = exact_difference(op, other)
+            if found is not None:
+                self.found[2].append(found)
             return
         if op.provider != other.provider and not (
             is_gemm and same_bits(op.provider, other.provider)

@@ -2,7 +2,7 @@
 
 from jetrl_compile.formats import FLOATING
 from jetrl_compile.group_finder import Group
-from jetrl_compile.op_classes import ATTENTION, MATMULS, MULS
+from jetrl_compile.op_classes import ATTENTION, EXACT_ATTENTION, MATMULS, MULS
 from jetrl_compile.precision_graph import UNKNOWN, Scalar
 from jetrl_compile.tensor_sources import TensorSources, scalar_args
 
@@ -38,6 +38,8 @@ def _fused(index: int, sources: TensorSources) -> dict[str, Scalar]:
     node = sources.nodes[index]
     params: dict[str, Scalar] = {}
     scale = node.kwargs.get("scale", node.attributes.get("scale"))
+    if node.target == EXACT_ATTENTION:
+        scale = node.args[5]
     if isinstance(scale, (int, float)):
         params["scale"] = float(scale)
     elif "." in node.target:  # an engine's operator, with a scale of its own

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from jetrl_compile.captured_graph import CapturedNode, Ref
-from jetrl_compile.gemm_sites import FUSED_LAYERS, GemmSite, GemmSites
+from jetrl_compile.gemm_sites import FUSED_LAYERS, STORED, GemmSite, GemmSites
 from jetrl_compile.granularity import BLOCK_128X128
 from jetrl_compile.op_classes import (
     ADDS,
@@ -145,7 +145,7 @@ class FusedLayers:
             }[site.role]
         elif site.role == "wgrad":
             n, k = node.shape[::-1] if site.transposed else node.shape
-        elif site.role == "dgrad" or node.target == "linear":
+        elif site.role == "dgrad" or node.target in STORED:
             n, k = b[-2:]
         else:
             k, n = b[-2:]

@@ -5,7 +5,7 @@ from jetrl_compile.formats import Flow
 from jetrl_compile.gemm_sites import GemmSite
 from jetrl_compile.graph_state import GraphState
 from jetrl_compile.lowered_flow import lowered_flow, lowered_provider, stored_flow
-from jetrl_compile.op_classes import LOWERED_GEMM
+from jetrl_compile.op_classes import BF16_GEMM, LOWERED_GEMM
 from jetrl_compile.precision_graph import Operator
 
 _OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
@@ -22,6 +22,8 @@ def add_gemm(state: GraphState, index: int, node: CapturedNode, site: GemmSite) 
     """
     lowered = node.target == LOWERED_GEMM
     provider = lowered_provider(node) if lowered else "aten"
+    if node.target == BF16_GEMM:
+        provider = str(node.args[2])
     invariant = state.batch_invariant.get(provider)
     names = []
     for module, params in state.fused.split(site):

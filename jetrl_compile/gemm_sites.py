@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from jetrl_compile.captured_graph import CapturedNode, Ref
 from jetrl_compile.op_classes import (
+    BF16_GEMM,
     EMBEDDINGS,
     LOWERED_GEMM,
     LOWERED_QUANTIZE,
@@ -19,6 +20,9 @@ FUSED_LAYERS = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
+
+# Whose right operand is the weight as it is stored, (N, K).
+STORED = ("linear", BF16_GEMM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +57,9 @@ class GemmSite:
 def operands(node: CapturedNode) -> tuple[int, int, int | None] | None:
     """Return the left, right and bias operands of a matmul, or None for another op.
 
-    For "linear", the right operand is the weight as stored, (N, K).
+    For those of `STORED`, the right operand is the weight as stored, (N, K).
     """
-    if node.target not in MATMULS:
+    if node.target not in MATMULS and node.target != BF16_GEMM:
         return None
     args = [arg.index if isinstance(arg, Ref) else None for arg in node.args]
     keyed = {k: v.index for k, v in node.kwargs.items() if isinstance(v, Ref)}
@@ -158,7 +162,7 @@ class GemmSites:
             return None
         a, b, bias = found
         weight = self.sources.weight(b)
-        if node.target == "linear" and weight is not None:
+        if node.target in STORED and weight is not None:
             weight = WeightSource(weight.index, not weight.transposed, weight.dtype)
         if not node.backward:
             if weight is None or (node.target == "bmm" and not self._same(b)):

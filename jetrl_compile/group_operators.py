@@ -6,6 +6,7 @@ from jetrl_compile.formula import formula_of
 from jetrl_compile.fused_bias import add_fused_bias
 from jetrl_compile.graph_state import GraphState
 from jetrl_compile.group_finder import Group
+from jetrl_compile.kernel_claims import CLAIMS
 from jetrl_compile.op_classes import ADD_NORMS, ATTENTION, ROPES
 from jetrl_compile.opaque_operators import add_norm, opaque_rope, provider_of
 from jetrl_compile.tensor_sources import ROPE_TABLE, narrower
@@ -50,6 +51,7 @@ def add_group(state: GraphState, group: Group) -> None:
     elif what.kind == "activation" and module.endswith(".activation_fn"):
         # Phi's name for what Llama, and any engine, calls act_fn.
         module = module.removesuffix("activation_fn") + "act_fn"
+    provider = "" if what.kind == "index" else provider_of(first)
     name = state.operator(
         index,
         f"{module}:{what.role}",
@@ -57,7 +59,8 @@ def add_group(state: GraphState, group: Group) -> None:
         module=module,
         params=tuple(sorted(what.params.items())),
         compute_dtype=what.compute_dtype,
-        provider="" if what.kind == "index" else provider_of(first),
+        provider=provider,
+        batch_invariant=True if _claims(provider) else None,
         formula=formula_of(group, state.sources, state.level),
     )
     if what.params.get("gated") and len(reads) == 1:  # a fused layer made both
@@ -201,3 +204,8 @@ def _is_table(state: GraphState, read: int) -> bool:
     module = node.module.lower()
     made = node.target in ("cos", "sin", "mul", "stack", "cat")
     return made and any(word in module for word in _TABLE_MODULES)
+
+
+def _claims(provider: str) -> bool:
+    """Whether an operator of exact mode claims to be independent of the batch."""
+    return provider.startswith("jetrl.") and provider in CLAIMS

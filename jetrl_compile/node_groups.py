@@ -24,6 +24,7 @@ from jetrl_compile.op_classes import (
     NORMS,
     PARTIAL_VIEWS,
     ROPES,
+    ROTATIONS,
     VLLM_CACHE_UPDATE,
 )
 from jetrl_compile.rope_groups import rope_groups
@@ -65,6 +66,8 @@ class Grouping(GroupFinder):
                 backward.append(index)
             elif is_index[index]:
                 positions.setdefault(node.module, []).append(index)
+            elif node.target in ROTATIONS:
+                self.add([index], "rope", node.module.removesuffix(".rotary_emb"))
             elif node.target in _OPAQUE or (
                 node.target in MATMULS
                 and any(sources.of_parameters[i] for i in sources.inputs[index])

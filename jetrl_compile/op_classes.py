@@ -45,17 +45,20 @@ ATTENTION = _words("""
     _scaled_dot_product_attention_math flex_attention _flash_attention_forward
     vllm.unified_attention vllm.unified_attention_with_output vllm.unified_mla_attention
     vllm.unified_mla_attention_with_output jetrl_examples.reference_attention
+    jetrl.attention
     """)
 SOFTMAXES = _words("softmax _softmax _safe_softmax log_softmax _log_softmax")
 NORMS = _words("""
     rms_norm layer_norm native_layer_norm _fused_rms_norm group_norm native_group_norm
-    vllm_ir.rms_norm _C.rms_norm
+    vllm_ir.rms_norm _C.rms_norm jetrl.rms_norm
     """)
 ADD_NORMS = _words("vllm_ir.fused_add_rms_norm _C.fused_add_rms_norm")
 ROPES = _words("""
     _C.rotary_embedding vllm.rotary_embedding vllm.flashinfer_rotary_embedding
     """)
+ROTATIONS = _words("jetrl.rope")  # of one tensor, by tables of its width
 GATED_ACTIVATIONS = {
+    "jetrl.silu_mul": "silu",
     "_C.silu_and_mul": "silu",
     "_C.mul_and_silu": "silu",
     "_C.gelu_and_mul": "gelu",
@@ -94,3 +97,5 @@ LOWERED_QUANTIZE = "jetrl.quantize"
 LOWERED_REQUANTIZE = "jetrl.requantize"
 LOWERED_DEQUANTIZE = "jetrl.dequantize"
 LOWERED_GEMM = "jetrl.gemm"
+BF16_GEMM = "jetrl.bf16_gemm"  # of x and w, (N, K)
+EXACT_ATTENTION = "jetrl.attention"

@@ -2,6 +2,7 @@
 
 from jetrl_compile.captured_graph import CapturedNode, Ref
 from jetrl_compile.graph_state import GraphState
+from jetrl_compile.op_classes import EXACT_ATTENTION
 from jetrl_compile.precision_graph import UNKNOWN
 
 _NATIVE = ("native", "unfused", "")
@@ -13,6 +14,10 @@ def provider_of(node: CapturedNode) -> str:
     impl = node.attributes.get("impl")
     if impl is not None:
         return str(impl)
+    if node.target == EXACT_ATTENTION:
+        return f"{node.target}.{node.args[6]}"
+    if node.target.startswith("jetrl."):
+        return node.target
     return node.target.split(".")[0] if "." in node.target else "aten"
 
 

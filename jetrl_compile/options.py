@@ -44,6 +44,9 @@ class CompileOptions:
             FSDP2 other than by an optimizer (`load_state_dict`). Call
             `jetrl_compile.forget_weights()` after them. Not under CUDA graphs.
         mode: "default", or "reduce-overhead": the graphs run as CUDA graphs.
+        exact: Whether forward gives a token the same bits in every batch, and the same
+            as a rollout model that is exact; see docs/exact.md. An operator that
+            has no kernel for it is an error.
         recorder: Records values while the graphs run (lowering "aot" only); used by
             the audit.
     """
@@ -59,6 +62,7 @@ class CompileOptions:
     saved_gate_up: str = "bf16"
     cache_weights: bool = False
     mode: str = "default"
+    exact: bool = False
 
 
 def parse_options(options: Mapping[str, Any] | None) -> CompileOptions:
@@ -92,6 +96,7 @@ def parse_options(options: Mapping[str, Any] | None) -> CompileOptions:
         ("saved_gate_up", chosen.saved_gate_up in SAVED_GATE_UP, "bf16 or e4m3"),
         ("fuse", chosen.fuse in (None, True, False), "True, False or None"),
         ("cache_weights", chosen.cache_weights in (True, False), "True or False"),
+        ("exact", chosen.exact in (True, False), "True or False"),
         ("module_path", isinstance(chosen.module_path, str), "a module path"),
         (
             "report",
@@ -107,6 +112,11 @@ def parse_options(options: Mapping[str, Any] | None) -> CompileOptions:
         raise RecipeError(
             f"option saved_gate_up={chosen.saved_gate_up!r} needs fused kernels; set "
             "fuse=True, or leave it out"
+        )
+    if chosen.exact and chosen.mode != "default":
+        raise RecipeError(
+            f"option exact does not go with mode={chosen.mode!r}: attention finds the "
+            "sequences of a batch on the CPU; leave mode out"
         )
     if chosen.recorder is not None and chosen.lowering != "aot":
         raise RecipeError(

@@ -24,6 +24,7 @@ from jetrl_compile.passes.fuse_quantize import fuse_quantize
 from jetrl_compile.passes.insert_quantize import insert_quantize
 from jetrl_compile.passes.lower_gemm import lower_gemm
 from jetrl_compile.passes.merge_siblings import merge_siblings
+from jetrl_compile.passes.use_exact import check_exact, use_exact, use_exact_gemms
 from jetrl_compile.passes.verify import verify
 from jetrl_compile.precision_graph import GEMM_KINDS, Operator, PrecisionGraph
 from jetrl_compile.recipe import GEMM_ROLES, Recipe
@@ -69,18 +70,24 @@ def _vocabulary(graph: Graph) -> str:
 PASSES: tuple[tuple[str, Callable[[Context], int]], ...] = (
     # One spelling first: the next ones match what it writes.
     ("canonicalize", canonicalize),
+    # Before annotation, whose graph the lowered one is compared with.
+    ("use_exact", use_exact),
     # On the canonical graph, so that verify can compare operator by operator.
     ("annotate_precision", annotate),
     # Before lowering, while every operand is still a node of its own.
     ("insert_quantize", insert_quantize),
     ("lower_gemm", lower_gemm),
+    # Of the GEMMs that are left.
+    ("use_exact_gemms", use_exact_gemms),
     # On lowered GEMMs: each has a name, a role and its quantized operands.
     ("merge_siblings", merge_siblings),
     # After merging: the gradients of gate and up are quantized as one.
     ("fuse_quantize", fuse_quantize),
     ("cache_weights", cache_weights),
-    # Last: it reads the graph that will run.
+    # It reads the graph that will run.
     ("verify", verify),
+    # On that graph.
+    ("check_exact", check_exact),
 )
 
 
@@ -152,6 +159,7 @@ def run_passes(
     saved_gate_up: str = "bf16",
     cache_weights: bool = False,
     cuda_graphs: bool = False,
+    exact: bool | str = False,
 ) -> CompileReport:
     """Run the passes over a joint or inference graph, in place.
 
@@ -167,9 +175,11 @@ def run_passes(
         saved_gate_up: "bf16", or "e4m3": gate and up are kept for backward in FP8.
         cache_weights: Whether codes of weights are kept from call to call.
         cuda_graphs: Whether the graph will run as a CUDA graph.
+        exact: As of `Context`.
 
     Raises:
-        LoweringError: A GEMM that the recipe names was not lowered.
+        LoweringError: A GEMM that the recipe names was not lowered, or an operator of
+            an exact graph has no kernel that is independent of the batch.
         ProviderError: No provider accepts a GEMM.
         ModelError: The model has weights that cannot be quantized.
         RecipeError: The graph is a whole model, and a pattern matches nothing in it.
@@ -188,6 +198,7 @@ def run_passes(
         saved_gate_up=saved_gate_up,
         cache_weights=cache_weights,
         cuda_graphs=cuda_graphs,
+        exact=exact,
     )
     changes = {name: run(context) for name, run in PASSES}
     assert context.final is not None

@@ -11,6 +11,7 @@ log-sum-exp.
 
 import importlib
 import importlib.util
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ FA3_HEAD_SIZE = 128
 _FA3 = "vllm.vllm_flash_attn.flash_attn_interface"
 
 
+@cache
 def fa3_missing() -> str | None:
     """Return why FlashAttention 3 cannot run in this process, or None if it can."""
     if importlib.util.find_spec("vllm") is None:
@@ -40,21 +42,24 @@ def attention_kernel(device_type: str, head_size: int) -> str:
     Args:
         device_type: "cuda", "cpu", "meta".
         head_size: D.
-
-    Raises:
-        ProviderError: It cannot run in this process.
     """
     if device_type != "cuda":
         return "reference"
-    if head_size != FA3_HEAD_SIZE:
-        return "triton"
-    why = fa3_missing()
+    return "fa3" if head_size == FA3_HEAD_SIZE else "triton"
+
+
+def check_kernel(kernel: str) -> None:
+    """Check that a kernel can run in this process.
+
+    Raises:
+        ProviderError: It cannot.
+    """
+    why = fa3_missing() if kernel == "fa3" else None
     if why is not None:
         raise ProviderError(
-            f"exact attention of head size {head_size} runs FlashAttention 3: {why}; "
-            "install vllm==0.24.0 beside the trainer, on Hopper"
+            f"exact attention of head size {FA3_HEAD_SIZE} runs FlashAttention 3: "
+            f"{why}; install vllm==0.24.0 beside the trainer, on Hopper"
         )
-    return "fa3"
 
 
 def attention(
@@ -69,6 +74,7 @@ def attention(
     """Run `reference_exact.attention` by a kernel."""
     if kernel == "reference":
         return reference_exact.attention(q, k, v, mask, positions, scale)
+    check_kernel(kernel)
     rows, _, queries, _ = q.shape
     found = find_sequences(rows, queries, k.shape[2], mask, positions, q.device)
     run = _fa3 if kernel == "fa3" else _triton

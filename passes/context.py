@@ -74,6 +74,8 @@ class Context:
         saved_gate_up: "bf16", or "e4m3": gate and up are kept for backward in FP8.
         cache_weights: Whether codes of weights are kept from call to call.
         cuda_graphs: Whether the graph will run as a CUDA graph.
+        exact: Whether forward is to give a row the same bits in every batch: True,
+            False, or "report": what does not is noted, and no error.
         lowered: What is known of each `jetrl.gemm` node.
         notes: What was not merged or fused, and why.
         final: The precision graph read back from the lowered graph.
@@ -96,6 +98,7 @@ class Context:
     saved_gate_up: str = "bf16"
     cache_weights: bool = False
     cuda_graphs: bool = False
+    exact: bool | str = False
     lowered: dict[Node, LoweredGemm] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     final: PrecisionGraph | None = None

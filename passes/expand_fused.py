@@ -14,9 +14,10 @@ import torch
 from torch.fx import Graph, Node
 
 from jetrl_compile.errors import LoweringError
-from jetrl_compile.kernels import fused_ops, ops, weight_ops
+from jetrl_compile.kernels import exact_ops, fused_ops, ops, weight_ops
 from jetrl_compile.passes.graph_nodes import emit
 from jetrl_compile.passes.graph_writer import (
+    EXACT,
     ORIGIN,
     SUM,
     GraphWriter,
@@ -25,7 +26,7 @@ from jetrl_compile.passes.graph_writer import (
     Value,
 )
 
-__all__ = ["ORIGIN", "SUM", "Expander", "expand_fused"]
+__all__ = ["EXACT", "ORIGIN", "SUM", "Expander", "expand_fused"]
 
 aten = torch.ops.aten
 cast = torch.ops.prims.convert_element_type.default
@@ -39,6 +40,8 @@ class Expander(GraphWriter):
         super().__init__(graph)
         # silu(gate) * up by its inputs: backward reads what forward made.
         self.gated: dict[tuple[Any, Any], tuple[Node, Node, Node]] = {}
+        # The same product by the operator of exact mode, and as a matrix.
+        self.products: dict[tuple[Any, Any], tuple[Node, Node]] = {}
         # The result of a norm, as a matrix, by x, the factor and the weight.
         self.normed: dict[tuple[Any, Any, Any], Node] = {}
         self.rules: dict[Any, Callable[[Node], Value]] = {
@@ -178,14 +181,17 @@ class Expander(GraphWriter):
         return self.write(aten.mul.Tensor, (weight, narrow), origin)
 
     def _rms_norm(self, node: Node) -> Value:
-        x, residual, weight, eps, eps_tensor, rows, cols, rows_t, cols_t, *rest = (
-            self.args(node)
-        )
+        x, residual, weight, eps, eps_tensor, *_ = self.args(node)
         norm = Origin(node, "norm")
         total = None
         if residual is not None:
             args = (x, residual)
             x = total = self.write(aten.add.Tensor, args, Origin(node, "add"))
+        if node.meta.get(ORIGIN, {}).get(EXACT):
+            made = self.write(exact_ops.rms_norm, (x, weight, eps), norm)
+            rstd = self.write(operator.getitem, (made, 1), norm)
+            y = self._flat(self.write(operator.getitem, (made, 0), norm), norm)
+            return self._normed(node, x, rstd, weight, y, total)
         wide = self.write(cast, (x, torch.float32), norm)
         square = self.write(aten.pow.Tensor_Scalar, (wide, 2), norm)
         mean = self.write(aten.mean.dim, (square, [-1], True), norm)
@@ -195,6 +201,13 @@ class Expander(GraphWriter):
         shifted = self.write(aten.add.Tensor, (mean, eps), shift)
         rstd = self.write(aten.rsqrt.default, (shifted,), norm)
         y = self._flat(self._scaled(wide, rstd, weight, norm), norm)
+        return self._normed(node, x, rstd, weight, y, total)
+
+    def _normed(
+        self, node: Node, x: Node, rstd: Node, weight: Node, y: Node, total: Any
+    ) -> Value:
+        """Quantize the result of a norm."""
+        rows, cols, rows_t, cols_t, *rest = self.args(node)[5:]
         self.normed[x, rstd, weight] = y
         straight = self.quantize(y, (rows, cols, *rest), False, None, node)
         turned: tuple[Value, Value] = (None, None)
@@ -215,19 +228,30 @@ class Expander(GraphWriter):
         """silu(gate) in BF16, its product with up, and that product as a matrix."""
         if (gate, up) not in self.gated:
             act = Origin(node, "act")
-            wide = self.write(cast, (gate, torch.float32), act)
-            negative = self.write(aten.neg.default, (wide,), act)
-            power = self.write(aten.exp.default, (negative,), act)
-            divisor = self.write(aten.add.Tensor, (power, 1), act)
-            quotient = self.write(aten.div.Tensor, (wide, divisor), act)
-            silu = self.write(cast, (quotient, torch.bfloat16), act)
+            silu = self._silu(gate, act)
+            if node.meta.get(ORIGIN, {}).get(EXACT):  # forward made the product
+                return (silu, *self.products[gate, up])
             product = self.write(aten.mul.Tensor, (silu, up), Origin(node, "product"))
             self.gated[gate, up] = (silu, product, self._flat(product, node))
         return self.gated[gate, up]
 
+    def _silu(self, gate: Node, act: Origin) -> Node:
+        wide = self.write(cast, (gate, torch.float32), act)
+        negative = self.write(aten.neg.default, (wide,), act)
+        power = self.write(aten.exp.default, (negative,), act)
+        divisor = self.write(aten.add.Tensor, (power, 1), act)
+        quotient = self.write(aten.div.Tensor, (wide, divisor), act)
+        return self.write(cast, (quotient, torch.bfloat16), act)
+
     def _silu_mul(self, node: Node) -> Value:
         gate, up, rows, cols, rows_t, cols_t, *rest = self.args(node)
-        _, _, y = self._gate(gate, up, node)
+        if node.meta.get(ORIGIN, {}).get(EXACT):
+            args, act = (gate, up), Origin(node, "act")
+            product = self.write(exact_ops.silu_mul, args, act)
+            y = self._flat(product, node)
+            self.products[gate, up] = product, y
+        else:
+            _, _, y = self._gate(gate, up, node)
         straight = self.quantize(y, (rows, cols, *rest), False, None, node)
         if rows_t < 0:
             return (*straight, None, None)

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from jetrl_compile.kernels import fused_ops, ops
 from jetrl_compile.passes.context import Context
-from jetrl_compile.passes.expand_fused import ORIGIN
+from jetrl_compile.passes.expand_fused import EXACT, ORIGIN
 from jetrl_compile.passes.fused_patterns import (
     Gated,
     RmsNorm,
@@ -224,23 +224,20 @@ class _Fuser:
         )
         quantizer = (rows, cols, *NOT_MADE, scale_format, floor)
         args = (a, b, norm.weight, number, tensor, *quantizer)
-        origin = {
-            "norm": kept_meta(norm.result),
-            "add": kept_meta(norm.x),
-            "shift": kept_meta(norm.rstd.args[0]),
-        }
+        origin = norm.origin()
         at = norm.x if norm.added else norm.wide
         with self.graph.inserting_before(at):
             node = emit(self.graph, fused_ops.rms_norm_quantize, args, straight)
             node.meta[ORIGIN] = origin
             codes, scales = self._items(node, (0, 1), straight)
-            rstd = emit_item(self.graph, node, 4, norm.rstd)
+            rstd = emit_item(self.graph, node, 4, norm.rstd or norm.wide)
             x = norm.x
             if norm.added:
                 x = emit_item(self.graph, node, 5, norm.x)
         if norm.added:
             replace_uses(norm.x, x)
-        replace_uses(norm.rstd, rstd)
+        if norm.rstd is not None:
+            replace_uses(norm.rstd, rstd)
         self._replace(straight, codes, scales)
         if turned is not None:
             remade = (x, rstd, norm.weight, *turned.args[1:6])
@@ -269,8 +266,9 @@ class _Fuser:
         with self.graph.inserting_before(straight):
             node = emit(self.graph, fused_ops.silu_mul_quantize, args, straight)
             node.meta[ORIGIN] = {
-                "act": kept_meta(gated.silu),
+                "act": kept_meta(gated.forward),
                 "product": kept_meta(gated.result),
+                EXACT: gated.exact,
             }
             items = self._items(node, (0, 1, 2, 3), straight)
         self._replace(straight, *items[:2])
@@ -284,7 +282,7 @@ class _Fuser:
 
         They are merged, and have one scale format and floor, which `x` has too.
         """
-        for dup in gated.silu.users:
+        for dup in () if gated.silu is None else gated.silu.users:
             for view in (dup, *dup.users):
                 for user in view.users:
                     if user.target is not fused_ops.quantize_parts or user.args[1] != 1:
@@ -329,6 +327,7 @@ class _Fuser:
                 "act_backward": kept_meta(unviewed(parts[0])),
                 "product_backward": kept_meta(unviewed(parts[1])),
                 "kept": (gate, up),
+                EXACT: gated.exact,
             }
             items = self._items(node, (0, 1, 2, 3, 4, 5), straight)
         self._replace(straight, *items[:2])

@@ -5,11 +5,16 @@ writes it; anything else (a weight of 1 + w, a product in FP32) has no kernel an
 as it is.
 """
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
+
+from jetrl_compile.kernels import exact_ops
+from jetrl_compile.passes.graph_nodes import kept_meta
+from jetrl_compile.passes.graph_writer import EXACT
 
 aten = torch.ops.aten
 cast = torch.ops.prims.convert_element_type.default
@@ -26,8 +31,9 @@ class RmsNorm:
         added: The two terms of x, if it is a sum that may be fused, or None.
         weight: The weight.
         eps: A number, or the node of one.
-        rstd: The node of rsqrt(...).
-        wide: The node of x in FP32.
+        rstd: The node of rsqrt(...); None where nothing reads it.
+        wide: The node of x in FP32, or of the operator of exact mode.
+        exact: Whether it is that operator.
     """
 
     result: Node
@@ -35,8 +41,19 @@ class RmsNorm:
     added: tuple[Node, Node] | None
     weight: Node
     eps: Any
-    rstd: Node
+    rstd: Node | None
     wide: Node
+    exact: bool = False
+
+    def origin(self) -> dict[str, Any]:
+        """The metadata of what a fused operator replaces, by role."""
+        exact = self.exact or self.rstd is None
+        return {
+            "norm": kept_meta(self.result),
+            "add": kept_meta(self.x),
+            "shift": kept_meta(self.wide if exact else self.rstd.args[0]),
+            EXACT: self.exact,
+        }
 
 
 @dataclass(frozen=True)
@@ -45,15 +62,23 @@ class Gated:
 
     Attributes:
         result: The node of the product.
-        silu: The node of silu(gate) in BF16.
+        silu: The node of silu(gate) in BF16; None where backward does not read it, and
+            the operator of exact mode computes both.
         gate: The gate.
         up: The other factor.
+        exact: Whether it is that operator.
     """
 
     result: Node
-    silu: Node
+    silu: Node | None
     gate: Node
     up: Node
+    exact: bool = False
+
+    @property
+    def forward(self) -> Any:
+        """The node that has the activation's metadata in forward."""
+        return self.result if self.exact else self.silu
 
 
 def unviewed(node: Any) -> Any:
@@ -79,6 +104,8 @@ def casts(node: Any, dtype: torch.dtype, source: torch.dtype | None = None) -> b
 
 def match_norm(result: Any) -> RmsNorm | None:
     """Return the RMSNorm that a node is the result of, or None."""
+    if calls(result, operator.getitem) and calls(result.args[0], exact_ops.rms_norm):
+        return _exact_norm(result)
     if not calls(result, aten.mul.Tensor):
         return None
     weight, narrow = result.args
@@ -110,6 +137,15 @@ def match_norm(result: Any) -> RmsNorm | None:
     return RmsNorm(result, x, _terms(x), weight, eps, rstd, wide)
 
 
+def _exact_norm(result: Node) -> RmsNorm | None:
+    node: Any = result.args[0]
+    if result.args[1] != 0:
+        return None
+    x, weight, eps = node.args
+    rstd = next((user for user in node.users if user.args[1] == 1), None)
+    return RmsNorm(result, x, _terms(x), weight, eps, rstd, node, True)
+
+
 def _terms(x: Node) -> tuple[Node, Node] | None:
     """The two tensors that x is the sum of."""
     if not calls(x, aten.add.Tensor):
@@ -124,6 +160,9 @@ def _terms(x: Node) -> tuple[Node, Node] | None:
 
 def match_gated(result: Any) -> Gated | None:
     """Return the gated SiLU that a node is the result of, or None."""
+    if calls(result, exact_ops.silu_mul):
+        gate, up = result.args
+        return Gated(result, _silu_of(gate), gate, up, True)
     if not calls(result, aten.mul.Tensor):
         return None
     silu, up = result.args
@@ -144,6 +183,18 @@ def match_gated(result: Any) -> Gated | None:
         return None
     shapes = {str(t.meta["val"].shape) for t in (silu, up, result)}
     return Gated(result, silu, wide.args[0], up) if len(shapes) == 1 else None
+
+
+def _silu_of(gate: Node) -> Node | None:
+    """The node of silu(gate) that backward reads."""
+    for wide in gate.users:
+        for quotient in wide.users if casts(wide, torch.float32) else ():
+            if not calls(quotient, aten.div.Tensor) or quotient.args[0] is not wide:
+                continue
+            for silu in quotient.users:
+                if casts(silu, torch.bfloat16):
+                    return silu
+    return None
 
 
 def match_gated_backward(dgate: Any, dup: Any, forward: Gated) -> Node | None:

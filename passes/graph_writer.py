@@ -13,6 +13,7 @@ from jetrl_compile.passes.graph_nodes import call_key, emit, emit_item
 
 aten = torch.ops.aten
 ORIGIN = "jetrl_origin"  # of a fused node: metadata of what it replaced, by role
+EXACT = "exact"  # in ORIGIN: whether it stands for operators of exact mode
 SUM = "jetrl_sum"  # of a GEMM over several contractions: its parts and their additions
 
 

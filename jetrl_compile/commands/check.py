@@ -80,6 +80,14 @@ def command(
         bool,
         typer.Option("--strict", help="Also compare the kernel of every operator."),
     ] = False,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            help="Also ask for kernels whose bits do not depend on the batch, the same "
+            "on both sides.",
+        ),
+    ] = False,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write the report here."),
@@ -120,10 +128,11 @@ def command(
             raise typer.BadParameter("give ROLLOUT.json and TRAIN.json, or --against")
         if update:
             raise typer.BadParameter("--update needs --against: it writes the lock")
-        report, origin = _containment(rollout, train, strict)
+        report, origin = _containment(rollout, train, strict, exact)
     else:
-        if train is not None or strict:
-            what = "--strict" if train is None else "a second graph"
+        if train is not None or strict or exact:
+            what = "--strict" if strict else "--exact"
+            what = what if train is None else "a second graph"
             raise typer.BadParameter(f"--against does not go with {what}")
         report, origin = _lock(against, rollout, update)
     _write(report, origin, report_format.value, output, extra)
@@ -133,7 +142,7 @@ def command(
 
 
 def _containment(
-    rollout: Path, train: Path, strict: bool
+    rollout: Path, train: Path, strict: bool, exact: bool
 ) -> "tuple[ContainmentReport, Origin]":
     with progress("loading"):
         from jetrl_compile.containment import check_containment
@@ -144,7 +153,7 @@ def _containment(
         step(f"reading {train}")
         right = read_graph(train)
         step(f"checking {len(left.operators)} operators")
-        report = check_containment(left, right, strict=strict)
+        report = check_containment(left, right, strict=strict, exact=exact)
         lines = {}
         if report.differences or report.notes:
             lines = graph_lines(rollout.read_text("utf-8-sig"))

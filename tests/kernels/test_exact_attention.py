@@ -205,10 +205,15 @@ def test_sequences_are_found_once_a_forward() -> None:
 def test_which_kernel() -> None:
     assert attention_kernels.attention_kernel("cpu", 128) == "reference"
     assert attention_kernels.attention_kernel("cuda", 64) == "triton"
-    if not ON_GPU:
-        message = "head size 128 runs FlashAttention 3: vllm is not installed"
-        with pytest.raises(ProviderError, match=message):
-            attention_kernels.attention_kernel("cuda", 128)
+    assert attention_kernels.attention_kernel("cuda", 128) == "fa3"
+    attention_kernels.check_kernel("triton")
+
+
+@pytest.mark.skipif(ON_GPU, reason="vLLM may be installed there")
+def test_a_trainer_without_vllm_says_what_is_missing() -> None:
+    message = "head size 128 runs FlashAttention 3: vllm is not installed"
+    with pytest.raises(ProviderError, match=message):
+        run(*qkv(1, 8, size=128), "fa3")
 
 
 def test_what_is_refused() -> None:
