@@ -116,6 +116,7 @@ def main(
         llm = make_llm(
             folder,
             cache_bytes(config, 4, 256),
+            quantization="jetrl",
             load_format="dummy",
             max_model_len=256,
             max_num_seqs=4,
