@@ -83,11 +83,13 @@ def define_operators() -> None:
         f"fused_add_rms_norm({_ADD}, int? variance_size=None) -> (Tensor, Tensor)"
     )
     _VLLM.define(_ATTENTION)
+    _VLLM.define("all_reduce(Tensor x, str group) -> Tensor")
     key = "CompositeExplicitAutograd"
     for library, name, kernel in (
         (_IR, "rms_norm", _rms_norm),
         (_IR, "fused_add_rms_norm", _add_rms_norm),
         (_VLLM, "unified_attention_with_output", _attention),
+        (_VLLM, "all_reduce", lambda x, group: x.clone()),
     ):
         library.impl(name, kernel, key)
         fake = (lambda *_: None) if kernel is _attention else kernel
@@ -108,7 +110,7 @@ class _Linear(nn.Module):
     def __init__(self, model: "EngineModel", prefix: str, sizes: list[int], cols: int):
         super().__init__()
         self.quant_config = model.config_of_engine
-        self.tp_rank, self.tp_size, self.num_kv_head_replicas = 0, 1, 1
+        self.tp_rank, self.tp_size, self.num_kv_head_replicas = *model.place, 1
         layout = make_layout(self, prefix, sizes, cols, PACKED, JETRL.flows.fprop_w)  # type: ignore[union-attr]
         setattr(self, storage.LAYOUT, layout)
         setattr(self, storage.LOADED, set())
@@ -122,7 +124,8 @@ class _Linear(nn.Module):
 
     def load(self, param: Tensor, weight: Tensor, key: Any = None) -> None:
         part = getattr(self, storage.LAYOUT).part(key)
-        param.data[part.low : part.low + part.rows].copy_(weight)
+        own = weight[part.source[: weight.dim()]]
+        param.data[part.low : part.low + part.rows].copy_(own)
 
     def add_bias(self) -> None:
         size = self.weight.shape[0]
@@ -151,7 +154,9 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(_Linear):
-    pass
+    def forward(self, x: Tensor) -> Tensor:
+        part: Tensor = super().forward(x)
+        return part if self.tp_size == 1 else torch.ops.vllm.all_reduce(part, "tp:0")
 
 
 class RMSNorm(nn.Module):
@@ -226,7 +231,8 @@ class SelfAttention(nn.Module):
         super().__init__()
         c = model.config
         size = c.head_dim
-        heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
+        ranks = model.place[1]
+        heads, kv_heads = c.num_attention_heads // ranks, c.num_key_value_heads // ranks
         self.sizes = [heads * size, kv_heads * size, kv_heads * size]
         self.head_dim = size
         self.qkv_proj = QKVParallelLinear(
@@ -257,11 +263,12 @@ class MLP(nn.Module):
     def __init__(self, model: "EngineModel", base: str) -> None:
         super().__init__()
         c = model.config
+        inner = c.intermediate_size // model.place[1]
         self.gate_up_proj = MergedColumnParallelLinear(
-            model, f"{base}.gate_up_proj", [c.intermediate_size] * 2, c.hidden_size
+            model, f"{base}.gate_up_proj", [inner] * 2, c.hidden_size
         )
         self.down_proj = RowParallelLinear(
-            model, f"{base}.down_proj", [c.hidden_size], c.intermediate_size
+            model, f"{base}.down_proj", [c.hidden_size], inner
         )
         self.act_fn = SiluAndMul()
 
@@ -329,9 +336,12 @@ class Config:
 class EngineModel(nn.Module):
     """A causal model as an engine has it, with the weights of Hugging Face's."""
 
-    def __init__(self, trainer: nn.Module, *, fused: bool = True) -> None:
+    def __init__(
+        self, trainer: nn.Module, *, fused: bool = True, rank: int = 0, ranks: int = 1
+    ) -> None:
         super().__init__()
         define_operators()
+        self.place = (rank, ranks)
         causal: Any = trainer
         config: Any = causal.config
         self.config = config

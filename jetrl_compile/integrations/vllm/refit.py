@@ -41,21 +41,51 @@ def refit_model(
             the model refuses to generate.
     """
     given = {name: tensor.detach() for name, tensor in dict(weights).items()}
-    plan = plan_of(model)
-    check_push(plan, given)
+    begin_push(model, given)
+    push_some(model, given)
+    end_push(model)
+    return len(given)
+
+
+def begin_push(model: nn.Module, given: Mapping[str, Tensor]) -> None:
+    """Check what will be pushed; from here on the model refuses to generate.
+
+    Args:
+        model: A model that was loaded with `quantization="jetrl"`.
+        given: All weights by name; of the tensors only shapes and dtypes are read.
+
+    Raises:
+        RefitError: One does not fit, or a parameter is missing: the model is unchanged.
+    """
+    check_push(plan_of(model), given)
     state = config_of(model).state
     state.pushing = "a push of weights was interrupted; push all weights"
+
+
+def push_some(model: nn.Module, given: Mapping[str, Tensor]) -> None:
+    """Write some of the weights, fused layers with all their parts."""
+    plan = plan_of(model)
     with torch.no_grad():
         for target in plan.layers:
-            target.write(given)
+            if target.names[0] in given:
+                target.write(given)
         if plan.whole:
             write_plain(plan, given)
         else:  # vLLM knows how it shards them
             loader: Any = model
             loader.load_weights((n, t) for n, t in given.items() if n in plan.plain)
+
+
+def end_push(model: nn.Module) -> None:
+    """Let the model generate from what was pushed.
+
+    Raises:
+        RefitError: A weight holds NaN or infinity: the model refuses to generate.
+    """
+    state = config_of(model).state
+    plan = plan_of(model)
     state.wrote_all({target.names: target.scales for target in plan.layers})
     state.pushing = ""
-    return len(given)
 
 
 def plan_of(model: nn.Module) -> PushPlan:
