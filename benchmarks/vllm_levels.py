@@ -111,8 +111,7 @@ class Run:
         self.llm.sleep(level)
         self.llm.wake_up()
         self.push()
-        same = self.tokens() == before
-        return "same tokens" if same else "DIFFERENT TOKENS"
+        return "same tokens" if self.tokens() == before else "DIFFERENT TOKENS"
 
     def gap(self) -> str:
         """Sample, and score with the compiled trainer."""

@@ -38,7 +38,12 @@ BATCHED = 8192  # tokens of a step: prompts are read in pieces of this size
 
 
 def start(
-    name: str, folder: str, sequences: list[int], tokens: int, cache: int
+    name: str,
+    folder: str,
+    sequences: list[int],
+    tokens: int,
+    cache: int,
+    ranks: int = 1,
 ) -> Callable[..., Any]:
     """Load an engine; return what gives a rate for (sequences, tokens)."""
     import time
@@ -51,6 +56,7 @@ def start(
         folder,
         cache,
         load_format="dummy",
+        tensor_parallel_size=ranks,
         max_model_len=PROMPT + tokens,
         max_num_seqs=max(sequences),
         max_num_batched_tokens=max(BATCHED, PROMPT + tokens),

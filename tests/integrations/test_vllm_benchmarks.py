@@ -12,6 +12,7 @@ import pytest
 import torch
 from vllm_engine_model import EngineModel, make_trainer
 
+from jetrl_compile.bench.models import find_config
 from jetrl_compile.integrations.vllm.live_graph import trace_live
 from jetrl_compile.integrations.vllm.live_model import attention_facts, config_of
 from jetrl_compile.integrations.vllm.log_probs import Sampled
@@ -110,6 +111,10 @@ def test_configs(model: str, module: Any, tmp_path: Path) -> None:
     one = engines.cache_bytes(config, 8, 100) - (1 << 28)
     if config.num_key_value_heads % 2 == 0:
         assert engines.cache_bytes(config, 8, 100, 2) - (1 << 28) == one // 2
+        module("vllm_tensor_parallel").shard_config(config, tmp_path, 2)
+        shard = find_config(str(tmp_path))
+        assert (shard.num_key_value_heads, shard.head_dim) == (4, 128)
+        assert shard.intermediate_size == config.intermediate_size // 2
 
 
 def test_table_of_rates(module: Any) -> None:
