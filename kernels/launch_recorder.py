@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,19 +70,26 @@ class Plan:
         return tuple([new[index] for index in self.results])
 
 
-def launch_kernel(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+def launch_kernel(
+    kernel: Any, grid: tuple[int, ...], overlapped: bool = False
+) -> Callable[..., None]:
     """Return what launches a Triton kernel as `kernel[grid]` does, recorded if need be.
 
     Args:
         kernel: What `triton.jit` made.
         grid: How many programs, up to three numbers.
+        overlapped: Whether it is launched before the kernel before it is over: it
+            begins with `after_the_last_kernel`, and the device can.
     """
     recorder: Recorder | None = getattr(_thread, "recorder", None)
+    launch = kernel[grid]
+    if overlapped:
+        launch = partial(launch, launch_pdl=True)
     if recorder is None:
-        return kernel[grid]  # type: ignore[no-any-return]
+        return launch  # type: ignore[no-any-return]
 
     def run(*args: Any, **kwargs: Any) -> None:
-        compiled = kernel[grid](*args, **kwargs)
+        compiled = launch(*args, **kwargs)
         recorder.launched(kernel, compiled, grid, args, kwargs)
 
     return run

@@ -62,6 +62,7 @@ from jetrl_compile.kernels.provider import (
     not_quantized,
     other_regions,
 )
+from jetrl_compile.kernels.triton_device import overlaps
 
 MIN_ROWS_1D1D = 33
 ROWS_OF_B_1D2D = 8
@@ -70,9 +71,14 @@ COLUMNS_1D1D = 16
 
 @cache
 def library() -> Any:
-    """Import DeepGEMM, at first use: it needs CUDA, and reads its environment then."""
+    """Import DeepGEMM, at first use: it needs CUDA, and reads its environment then.
+
+    Its kernels wait by themselves for the kernel before them: see `triton_device.py`.
+    """
     import deep_gemm  # type: ignore[import-not-found, unused-ignore]
 
+    if hasattr(deep_gemm, "set_pdl"):  # version 2.5
+        deep_gemm.set_pdl(overlaps(torch.device("cuda", torch.cuda.current_device())))
     return deep_gemm
 
 

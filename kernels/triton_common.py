@@ -44,6 +44,18 @@ def jit(function: Callable[..., Any], **options: Any) -> Any:
     return triton.jit(function, **options)
 
 
+@jit
+def after_the_last_kernel() -> None:
+    """Wait for what kernels before this one wrote, and let the one behind get ready.
+
+    The first thing that a kernel does which is launched with `overlapped`: nothing may
+    be read or written before. Where kernels do not overlap it does nothing.
+    """
+    if not INTERPRETED and tl.target_info.cuda_capability_geq(9, 0):
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
 # Below this, the remainder of a division in `encode` could lose bits to underflow.
 SMALLEST_FLOOR = 1e-20
 

@@ -17,7 +17,7 @@ from jetrl_compile.kernels.triton_common import (
     cannot_run,
     rows_of,
 )
-from jetrl_compile.kernels.triton_device import on_device
+from jetrl_compile.kernels.triton_device import on_device, overlaps
 from jetrl_compile.kernels.triton_launch import (
     TILE,
     Launch,
@@ -108,7 +108,7 @@ def rms_norm_quantize(
     if r and c:
         first, last = split_groups(-(-c // TILE))
         with on_device(x):
-            launch_kernel(norm_kernel, (r,))(
+            launch_kernel(norm_kernel, (r,), overlaps(x.device))(
                 x,
                 added,
                 _aligned(weight),
@@ -222,7 +222,7 @@ def scale_rows_quantize(
     launch = BLOCKS if transpose or rows != 1 else STRAIGHT
     if r and c:
         with on_device(x):
-            launch_kernel(scale_kernel, (launch.tiles(r, c),))(
+            launch_kernel(scale_kernel, (launch.tiles(r, c),), overlaps(x.device))(
                 x,
                 factors,
                 weight,

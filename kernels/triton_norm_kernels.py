@@ -5,6 +5,7 @@ The rounding points are those of `reference_fused`.
 
 from jetrl_compile.kernels.triton_common import (
     absmax,
+    after_the_last_kernel,
     encode,
     jit,
     region_scale,
@@ -127,6 +128,7 @@ def norm_kernel(
     UE8M0: tl.constexpr,
 ) -> None:
     """Run `triton_norm.rms_norm_quantize` on a row of FIRST + LAST groups of 128."""
+    after_the_last_kernel()
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
     if residual is not None:
@@ -208,6 +210,7 @@ def scale_kernel(
     UE8M0: tl.constexpr,
 ) -> None:
     """Run `triton_norm.scale_rows_quantize` on a tile."""
+    after_the_last_kernel()
     row, col = tile_origin(tl.program_id(0), cols, QUARTER)
     value = load_quad(x, row, col, rows, cols, x_stride, QUARTER, FULL)
     factor = load_rows(rstd, row, rows, QUARTER, FULL)

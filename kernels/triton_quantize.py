@@ -23,7 +23,7 @@ from jetrl_compile.kernels.triton_common import (
     cannot_run,
     no_words,
 )
-from jetrl_compile.kernels.triton_device import multiprocessors, on_device
+from jetrl_compile.kernels.triton_device import multiprocessors, on_device, overlaps
 from jetrl_compile.kernels.triton_quantize_kernels import (
     BLOCKS,
     GROUPS,
@@ -243,7 +243,9 @@ def _launch_rows(
     rows, cols = x.shape
     # A warp has two rows at a time. Few rows (decoding): more programs.
     height, warps = (32, 4) if rows > 16 else (4, 1)
-    launch_kernel(rows_kernel, (-(-cols // SIDE) * -(-rows // height),))(
+    launch_kernel(
+        rows_kernel, (-(-cols // SIDE) * -(-rows // height),), overlaps(x.device)
+    )(
         x,
         x.stride(0),
         codes,
@@ -281,7 +283,9 @@ def _launch_tiles(
     )
     seams = [sum(part.shape[dim] for part in parts[:count]) for count in (1, 2)]
     given = [*parts, *parts[-1:] * (MOST_PARTS - len(parts))]
-    launch_kernel(tile_kernel, (-(-rows // SIDE) * -(-cols // SIDE),))(
+    launch_kernel(
+        tile_kernel, (-(-rows // SIDE) * -(-cols // SIDE),), overlaps(parts[0].device)
+    )(
         *given,
         *(part.stride(0) for part in given),
         *seams,

@@ -11,6 +11,7 @@ from functools import partial
 
 from jetrl_compile.kernels.triton_common import (
     absmax,
+    after_the_last_kernel,
     encode,
     jit,
     prefetch,
@@ -53,6 +54,7 @@ def rows_kernel(
     HEIGHT: tl.constexpr,
 ) -> None:
     """Quantize (R, C) in 1x128 groups; a program takes HEIGHT groups of one column."""
+    after_the_last_kernel()
     groups = tl.cdiv(C, 128)
     group = tl.program_id(0) % groups
     row = tl.program_id(0) // groups * HEIGHT + tl.arange(0, HEIGHT)
@@ -109,6 +111,7 @@ def tile_kernel(
     programs later is brought into the L2 cache. STRAIGHT and TURNED say what is made:
     NONE, GROUPS or BLOCKS.
     """
+    after_the_last_kernel()
     wide = tl.cdiv(C, 128)
     row = tl.program_id(0) // wide * 128
     col = tl.program_id(0) % wide * 128

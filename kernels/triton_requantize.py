@@ -17,6 +17,7 @@ from jetrl_compile.kernels.launch_recorder import launch_kernel
 from jetrl_compile.kernels.layouts import E4M3, empty_quantized
 from jetrl_compile.kernels.triton_common import (
     absmax,
+    after_the_last_kernel,
     cannot_run,
     decode,
     encode_words_fp32,
@@ -25,7 +26,7 @@ from jetrl_compile.kernels.triton_common import (
     region_scale,
     tl,
 )
-from jetrl_compile.kernels.triton_device import multiprocessors, on_device
+from jetrl_compile.kernels.triton_device import multiprocessors, on_device, overlaps
 from jetrl_compile.kernels.triton_quantize import REGIONS, SIDE
 from jetrl_compile.kernels.triton_quantize_kernels import ANY_VALUE
 
@@ -54,6 +55,7 @@ def _requantize_kernel(
 
     The tile of the program that is `ahead` programs later is brought into the L2 cache.
     """
+    after_the_last_kernel()
     wide = tl.cdiv(C, WIDE)
     row = tl.program_id(0) // wide * 128
     col = tl.program_id(0) % wide * WIDE
@@ -201,7 +203,9 @@ def requantize(
     # Small programs do not wait for each other; a block needs its whole width.
     wide, together = (SIDE, 3) if blocks else (SIDE // 2, 6)
     with on_device(codes):
-        launch_kernel(_requantize_kernel, (-(-r // SIDE) * -(-c // wide),))(
+        launch_kernel(
+            _requantize_kernel, (-(-r // SIDE) * -(-c // wide),), overlaps(codes.device)
+        )(
             codes,
             codes.stride(0),
             scales,

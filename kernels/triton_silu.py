@@ -14,7 +14,7 @@ from jetrl_compile.kernels.layouts import E4M3
 from jetrl_compile.kernels.triton_common import (
     rows_of,
 )
-from jetrl_compile.kernels.triton_device import on_device
+from jetrl_compile.kernels.triton_device import on_device, overlaps
 from jetrl_compile.kernels.triton_launch import (
     TILE,
     Launch,
@@ -103,7 +103,7 @@ def silu_mul_quantize(
     launch = TWICE if turned or rows != 1 else STRAIGHT
     if r and c:
         with on_device(gate):
-            launch_kernel(forward_kernel, (launch.tiles(r, c),))(
+            launch_kernel(forward_kernel, (launch.tiles(r, c),), overlaps(gate.device))(
                 gate,
                 up,
                 codes,
@@ -229,7 +229,7 @@ def silu_mul_backward_quantize(
     if r and c:
         with on_device(dy):
             programs, stages = _pipelined(dy, BACKWARD.tiles(r, c))
-            launch_kernel(backward_kernel, (programs,))(
+            launch_kernel(backward_kernel, (programs,), overlaps(dy.device))(
                 dy,
                 gate,
                 up,
@@ -263,6 +263,7 @@ def silu_mul_backward_quantize(
                 UE8M0=scale_format == "ue8m0",
                 STAGES=stages,
                 num_warps=BACKWARD.warps,
+                maxnreg=BACKWARD.registers,
             )
     return codes, scales, codes_t, scales_t, codes_x, scales_x
 

@@ -6,7 +6,12 @@ The rounding points are those of `reference_fused`.
 
 from functools import partial
 
-from jetrl_compile.kernels.triton_common import INTERPRETED, jit, tl
+from jetrl_compile.kernels.triton_common import (
+    INTERPRETED,
+    after_the_last_kernel,
+    jit,
+    tl,
+)
 from jetrl_compile.kernels.triton_launch import kernel
 from jetrl_compile.kernels.triton_quads import (
     WIDTH,
@@ -91,6 +96,7 @@ def forward_kernel(
     UE8M0: tl.constexpr,
 ) -> None:
     """Run `triton_silu.silu_mul_quantize` on a tile."""
+    after_the_last_kernel()
     row, col = tile_origin(tl.program_id(0), cols, QUARTER)
     g = load_quad(gate, row, col, rows, cols, gate_stride, QUARTER, FULL)
     u = load_quad(up, row, col, rows, cols, up_stride, QUARTER, FULL)
@@ -307,6 +313,7 @@ def backward_kernel(
     With STAGES above 0 a program takes many tiles, and reads those of the next
     STAGES - 1 into shared memory while it computes one; else it takes one.
     """
+    after_the_last_kernel()
     # All that the compiler is told of this alignment is what suits the columns that a
     # thread has of a row: 8 where it reads words, 16 where it reads codes. It stores
     # them as they are, and would else move them between threads for wider stores.
