@@ -7,6 +7,7 @@ transport inside of the process.
 
 import contextlib
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -21,10 +22,14 @@ _LOCAL: dict[str, Tensor] = {}  # what the transport inside of the process deliv
 
 def ipc_engine() -> ModuleType:
     """Return vLLM's module, which imports Ray and uses it only to reach actors."""
-    with contextlib.suppress(ImportError):
-        importlib.import_module("ray")
-    sys.modules.setdefault("ray", ModuleType("ray"))
-    return importlib.import_module("vllm.distributed.weight_transfer.ipc_engine")
+    name = "vllm.distributed.weight_transfer.ipc_engine"
+    if importlib.util.find_spec("ray") is not None:
+        return importlib.import_module(name)
+    sys.modules["ray"] = ModuleType("ray")
+    try:
+        return importlib.import_module(name)
+    finally:
+        del sys.modules["ray"]
 
 
 def register() -> None:
