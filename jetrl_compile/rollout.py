@@ -134,7 +134,8 @@ def refit(
     Args:
         rollout: From `make_rollout_model`.
         weights: The trainer's parameters by name, all of them, BF16 or FP32, such as
-            `trainer.named_parameters()`; a tied weight may come once.
+            `trainer.named_parameters()`; a tied weight may come once. Of quantized
+            layers also codes and scales, as the layer stores them and by its names.
 
     Returns:
         The number of tensors that were written.
@@ -154,9 +155,14 @@ def refit(
     writes: list[tuple[Tensor, Tensor]] = []
     seen: set[str] = set()
     for name, tensor in given.items():
-        _check_weight(name, tensor, RefitError)
-        path = name.rpartition(".")[0]
+        path, _, leaf = name.rpartition(".")
         source = tensor.detach()
+        if path in layers and _is_stored(layers[path], leaf, source):
+            _check_shape(name, source, getattr(layers[path], leaf))
+            writes.append((getattr(layers[path], leaf), source))
+            seen.add(name)
+            continue
+        _check_weight(name, tensor, RefitError)
         if path in layers and name.endswith(".weight"):
             layer = layers[path]
             source = source.t() if layer.transposed else source
@@ -174,6 +180,12 @@ def refit(
                 "the model that it was made from, by their names in named_parameters()"
             )
     wanted = {f"{path}.weight" for path in layers} | set(first.values())
+    wanted |= {
+        f"{path}.{layer.scale_name}"
+        for path, layer in layers.items()
+        if f"{path}.weight" in given
+        and given[f"{path}.weight"].dtype == layer.weight.dtype
+    }
     missing = sorted(wanted - seen)
     if missing:
         raise RefitError(
@@ -184,6 +196,13 @@ def refit(
         for target, value in writes:
             target.copy_(value)
     return len(writes)
+
+
+def _is_stored(layer: QuantizedLinear, leaf: str, tensor: Tensor) -> bool:
+    """Whether a tensor is codes or scales, as the layer stores them."""
+    if leaf == layer.scale_name:
+        return bool(torch.isfinite(tensor).all())
+    return leaf == "weight" and tensor.dtype == layer.weight.dtype
 
 
 def _check_weight(name: str, tensor: Tensor, error: type[Exception]) -> None:

@@ -68,7 +68,7 @@ def push(engine: Any, server: Any, step: int = 1) -> int:
             engine.sync.check_graph(server.graph)
         weights, _ = engine.get_per_tensor_param()
         stored = await server.load_weights(dict(weights))
-        found: int = engine.sync.check_bytes(stored, step)
+        found: int = engine.sync.check_bytes([stored], step)
         await server.end_sync(step)
         return found
 
@@ -213,7 +213,7 @@ def test_stale_weights(engine: Any, server: Any) -> None:
     load = server.load_weights
 
     async def forget_one(weights: Any) -> dict[str, str]:
-        from jetrl_compile.integrations.verl.digests import stored_digests
+        from jetrl_compile.digests import stored_digests
 
         await load(weights)
         stale.weight.copy_(old)
@@ -253,7 +253,7 @@ def test_interrupted_sync(engine: Any, server: Any) -> None:
     weights, _ = engine.get_per_tensor_param()
     some = dict(next(weights) for _ in range(3))
     with pytest.raises(ModelError, match="incomplete weight sync"):
-        engine.sync.check_bytes({}, 2)
+        engine.sync.check_bytes([{}], 2)
     with pytest.raises(RefitError, match="are missing"):
         asyncio.run(server.load_weights(some))
     with pytest.raises(RefitError, match="sync of step 2 was not finished"):
@@ -346,7 +346,7 @@ def test_lora_and_fp32_are_refused(folder: Path, engine: Any) -> None:
 
 
 def test_digest_sees_values_order_shape_and_dtype() -> None:
-    from jetrl_compile.integrations.verl.digests import digest
+    from jetrl_compile.digests import digest
 
     tensor = torch.randn(37, 5, generator=torch.Generator().manual_seed(0))
     others = [

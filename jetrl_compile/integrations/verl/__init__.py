@@ -2,12 +2,15 @@
 
     actor_rollout_ref.model.external_lib=jetrl_compile.integrations.verl
 
-verl imports that module in every worker before it makes an engine. Importing it puts
-the engine of this package (`engine`) into verl's registry for this machine's device, in
-front of verl's own; strategies that it cannot serve are refused. Settings come from
-verl's config (`settings`); what is checked while the run goes on is in `phases` and
-`sync`.
+verl imports that module in every process that reads the model's config: in workers
+before an engine is made, in the trainer before rollouts are. Importing it puts the
+engine of this package (`engine`) into verl's registry for this machine's device, in
+front of verl's own; strategies that it cannot serve are refused. Rollouts called "vllm"
+become those of `integrations.verl_vllm`. Settings come from verl's config (`settings`);
+what is checked while the run goes on is in `phases` and `sync`.
 """
+
+from typing import Any
 
 from jetrl_compile.errors import ModelError
 
@@ -20,6 +23,7 @@ _REFUSED = (
     "automodel",
     "mindspeed",
 )
+_ROLLOUTS = "jetrl_compile.integrations.verl_vllm"
 
 
 def register() -> None:
@@ -31,6 +35,8 @@ def register() -> None:
     try:
         from verl.utils.device import get_device_name, get_vendor
         from verl.workers.engine.base import EngineRegistry
+        from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+        from verl.workers.rollout.replica import RolloutReplicaRegistry
 
         from jetrl_compile.integrations.verl.engine import JetRLEngine, RefusedEngine
     except ImportError as error:
@@ -47,6 +53,14 @@ def register() -> None:
     for backend in _REFUSED:
         refused = type("RefusedEngine", (RefusedEngine,), {"backend": backend})
         add("language_model", backend, device=device, vendor=vendor)(refused)
+    _ROLLOUT_REGISTRY[("vllm", "async")] = f"{_ROLLOUTS}.adapter.ServerAdapter"
+    RolloutReplicaRegistry.register("vllm", _replica)
+
+
+def _replica() -> Any:
+    from jetrl_compile.integrations.verl_vllm.server import Replica
+
+    return Replica
 
 
 register()

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from verl.workers.engine.base import BaseEngine
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from jetrl_compile.digests import stored_layers
 from jetrl_compile.errors import ModelError
-from jetrl_compile.integrations.verl.digests import stored_layers
 from jetrl_compile.integrations.verl.phases import (
     ACTOR_UPDATE,
     OLD_LOG_PROB,

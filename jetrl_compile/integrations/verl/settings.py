@@ -17,6 +17,7 @@ from jetrl_compile.recipe import Recipe, get_recipe
 PREFIX = "jetrl_"
 LEVELS = (0, 1, 2, 3)
 ON_VIOLATION = ("stop", "warn")
+WIRES = ("bf16", "fp8")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Settings:
         lowering: As of the backend "jetrl".
         providers: GEMM providers, the preferred one first; None: by device.
         cache_weights: As of the backend "jetrl".
+        wire: How the weights of FP8 layers travel to rollouts: rounded to "bf16", or
+            "fp8", as codes and scales.
     """
 
     recipe: Recipe
@@ -41,6 +44,7 @@ class Settings:
     lowering: str = "inductor"
     providers: tuple[str, ...] | None = None
     cache_weights: bool = False
+    wire: str = "bf16"
 
     @property
     def backend_options(self) -> dict[str, Any]:
@@ -93,6 +97,7 @@ def read_settings(override_config: Mapping[str, Any] | None) -> Settings:
             " or ".join(ON_VIOLATION),
         ),
         ("lowering", chosen.lowering in LOWERINGS, " or ".join(LOWERINGS)),
+        ("wire", chosen.wire in WIRES, " or ".join(WIRES)),
         ("cache_weights", chosen.cache_weights in (True, False), "True or False"),
     ):
         if not good:

@@ -4,7 +4,7 @@ The engine of a worker makes one `WeightSync`; the rollout's adapter in the same
 finds it with `current_sync()`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,16 @@ import torch
 from torch import Tensor
 
 from jetrl_compile.containment import ContainmentReport, check_containment
+from jetrl_compile.digests import Digests, Shard, StoredLayer, compare_digests
 from jetrl_compile.errors import ContainmentError, ModelError, OutputError
 from jetrl_compile.files import write_text
 from jetrl_compile.graph_json import write_graph
-from jetrl_compile.integrations.verl.digests import (
-    StoredLayer,
-    compare_digests,
-    wanted_digests,
-)
 from jetrl_compile.integrations.verl.settings import Settings
 from jetrl_compile.precision_graph import PrecisionGraph
 from jetrl_compile.report import render
 
 _current: "WeightSync | None" = None
+_HEAD = "lm_head.weight"  # an engine stores it once if it is the embedding's
 
 
 class WeightSync:
@@ -36,6 +33,7 @@ class WeightSync:
         layers: The layers that a rollout stores in FP8.
         report: What is known so far; None before levels 1 and 2 were checked.
         rank: Of the worker.
+        sent_bytes: Of the last sync.
     """
 
     def __init__(
@@ -48,45 +46,109 @@ class WeightSync:
         self.settings, self.train, self.layers = settings, train, layers
         self.report: ContainmentReport | None = None
         self.rank = rank
+        self.sent_bytes = 0
         self._wanted: dict[str, str] = {}
         self._complete = False
+        self._checked = settings.level >= 3
+        self._shards: Mapping[str, Iterable[tuple[Shard, torch.dtype]]] | None = None
+        self._unchecked: tuple[str, ...] = ()
+
+    def expect(
+        self,
+        shards: Mapping[str, Iterable[tuple[Shard, torch.dtype]]] | None,
+        *,
+        unchecked: Iterable[str] = (),
+        checked: bool = True,
+    ) -> None:
+        """Say what of the weights a rollout stores, before they stream.
+
+        Args:
+            shards: For each tensor the parts of it that some rank stores, and in which
+                dtype; None: each as a whole, as it is sent.
+            unchecked: Module paths whose tensors are not checked.
+            checked: False where another worker checks what this one sends.
+        """
+        self._shards, self._unchecked = shards, tuple(unchecked)
+        self._checked = checked and self.settings.level >= 3
 
     def stream(
         self, parameters: Iterable[tuple[str, Tensor]]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield a trainer's parameters as a rollout gets them: rounded to BF16.
+        """Yield a trainer's parameters as a rollout gets them.
+
+        They are rounded to BF16; on the wire "fp8" the layers that a rollout stores in
+        FP8 come as codes, "<path>.weight", and scales, "<path>.weight_scale_inv".
 
         Args:
             parameters: Whole parameters by name, BF16 or FP32 masters.
         """
-        self._wanted, self._complete = {}, False
+        self._wanted, self._complete, self.sent_bytes = {}, False, 0
+        made = Digests()
+        in_fp8 = self.settings.wire == "fp8"
         for name, parameter in parameters:
-            sent = parameter.detach()
-            if sent.is_floating_point():
-                sent = sent.to(torch.bfloat16)
-            if self.settings.level >= 3:
-                self._wanted |= wanted_digests(name, sent, self.layers)
-            yield name, sent
-        self._complete = True
+            source = parameter.detach()
+            if source.is_floating_point():
+                source = source.to(torch.bfloat16)
+            sent = stored = {name: source}
+            if in_fp8 or self._checked:
+                stored = self._stored(name, source)
+            if self._checked:
+                for own, tensor in stored.items():
+                    self._note(made, own, tensor)
+            sent = stored if in_fp8 else sent
+            self.sent_bytes += sum(tensor.nbytes for tensor in sent.values())
+            yield from sent.items()
+        self._wanted, self._complete = made.result(), True
 
-    def check_graph(self, rollout: PrecisionGraph, where: str = "the rollout") -> None:
+    def _stored(self, name: str, source: Tensor) -> dict[str, Tensor]:
+        """What a rollout stores of a BF16 parameter."""
+        path, _, leaf = name.rpartition(".")
+        layer = self.layers.get(path)
+        if layer is None or leaf != "weight":
+            return {name: source}
+        codes, scales = layer.quantize(source)
+        return {name: codes, f"{path}.{layer.scale_leaf}": scales}
+
+    def _note(self, made: Digests, name: str, tensor: Tensor) -> None:
+        """Note the digests that a rollout must have of a tensor."""
+        if self._shards is None:
+            made.add(name, tensor)
+        elif name in self._shards:
+            for shard, dtype in self._shards[name]:
+                made.add(shard.key, shard.of(tensor).to(dtype))
+        elif name != _HEAD and not name.startswith(self._unchecked):
+            made.add(name, tensor)  # the rollout has nothing of it
+
+    def check_graph(
+        self,
+        rollout: PrecisionGraph,
+        where: str = "the rollout",
+        train: PrecisionGraph | None = None,
+    ) -> None:
         """Check levels 1 and 2 against the graph of a rollout.
+
+        Args:
+            rollout: The rollout's graph.
+            where: What messages call the rollout.
+            train: The trainer's graph, if other than `self.train`: on the rollout's
+                device.
 
         Raises:
             ContainmentError: It is not contained, and violations stop the run.
         """
-        self.report = check_containment(rollout, self.train)
+        train = train or self.train
+        self.report = check_containment(rollout, train)
         folder = self._folder()
         if folder is not None and self.rank == 0:
-            write_graph(self.train, folder / "train.json")
+            write_graph(train, folder / "train.json")
             write_graph(rollout, folder / "rollout.json")
         self._settle(f"levels 1 and 2 of {where}", (1, 2))
 
-    def check_bytes(self, stored: dict[str, str], step: int | None) -> int:
+    def check_bytes(self, ranks: Sequence[Mapping[str, str]], step: int | None) -> int:
         """Check level 3 against the digests of what a rollout stores.
 
         Args:
-            stored: The rollout's digests after a complete `stream`.
+            ranks: The digests of each of the rollout's ranks after a complete `stream`.
             step: The step whose weights were sent.
 
         Returns:
@@ -101,6 +163,12 @@ class WeightSync:
                 "a rollout was checked after an incomplete weight sync; send all "
                 "weights first"
             )
+        stored: dict[str, str] = {}
+        for rank in ranks:
+            for key, found in rank.items():
+                # Where ranks store the same tensor, a wrong one is kept.
+                if stored.get(key) in (None, self._wanted.get(key)):
+                    stored[key] = found
         result, differences = compare_digests(stored, self._wanted, self.layers)
         if self.report is None:  # levels 1 and 2 were not asked for
             self.report = check_containment(self.train, self.train)
@@ -112,7 +180,10 @@ class WeightSync:
         """Return what verl's loggers get with each actor update."""
         if self.report is None:
             return {}
-        found = {"jetrl/contained": float(self.report.contained is True)}
+        found = {
+            "jetrl/contained": float(self.report.contained is True),
+            "jetrl/sync_mib": self.sent_bytes / 2**20,
+        }
         for level in self.report.levels:
             if level.status != "not run":
                 passed = float(level.status == "passed")

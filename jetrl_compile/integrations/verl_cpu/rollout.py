@@ -68,7 +68,7 @@ class ServerAdapter(BaseRollout):
         sent = {name: tensor.cpu() for name, tensor in weights}
         stored = await self.server.load_weights.remote(sent)
         if sync.settings.level >= 3:
-            sync.check_bytes(stored, global_steps)
+            sync.check_bytes([stored], global_steps)
         await self.server.end_sync.remote(global_steps)
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from verl.workers.rollout.replica import TokenOutput
 
+from jetrl_compile.digests import stored_digests
 from jetrl_compile.errors import ModelError, RefitError
 from jetrl_compile.examples.sampling import left_pad, sample
 from jetrl_compile.graph_json import graph_to_json
-from jetrl_compile.integrations.verl.digests import stored_digests
 from jetrl_compile.integrations.verl.phases import PhaseLedger
 from jetrl_compile.integrations.verl.settings import Settings
 from jetrl_compile.layers import compile_layers

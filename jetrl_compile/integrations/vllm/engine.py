@@ -22,8 +22,14 @@ from jetrl_compile.integrations.vllm.live_model import (
     config_of,
     whole_shapes,
 )
+from jetrl_compile.integrations.vllm.ranks import (
+    check_ranks,
+    push_to_ranks,
+    rank_count,
+)
 from jetrl_compile.precision_graph import PrecisionGraph
 
+STEPS_AHEAD = 4  # more than vLLM queues
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
@@ -39,7 +45,7 @@ def engine_graph(llm: Any) -> PrecisionGraph:
         ModelError: The model was loaded otherwise, or cannot be traced.
         LoweringError: What vLLM compiled is not what the model says.
     """
-    document = llm.apply_model(_graph_document)[0]
+    document = llm.apply_model(graph_document)[0]
     return graph_from_json(document)
 
 
@@ -67,7 +73,11 @@ def refit(llm: Any, weights: Weights) -> int:
     """
     given = {name: tensor.detach() for name, tensor in dict(weights).items()}
     drop_requests(llm)
-    count: int = llm.apply_model(partial(_refit, given))[0]
+    count: int
+    if rank_count(llm) > 1:
+        count = push_to_ranks(llm, given)
+    else:
+        count = llm.apply_model(partial(_refit, given))[0]
     llm.reset_prefix_cache()
     return count
 
@@ -79,15 +89,20 @@ def drop_requests(llm: Any) -> int:
     """
     engine = llm.llm_engine
     left = list(engine.output_processor.request_states)
-    if not left:
-        return 0
-    engine.abort_request(left)
-    for _ in left:
-        if not engine.has_unfinished_requests():
+    if left:
+        engine.abort_request(left, internal=True)
+    for _ in range(len(left) + STEPS_AHEAD):
+        if not engine.has_unfinished_requests() and not _steps_ahead(engine):
             break
         with contextlib.suppress(RefitError):
             engine.step()
     return len(left)
+
+
+def _steps_ahead(engine: Any) -> int:
+    """Return how many steps an engine in this process has queued."""
+    core = getattr(getattr(engine, "engine_core", None), "engine_core", None)
+    return len(getattr(core, "batch_queue", None) or ())
 
 
 def check_engine(
@@ -109,13 +124,18 @@ def check_engine(
     from jetrl_compile.kernels.dispatch import default_providers
     from jetrl_compile.tracing import trace_model
 
-    live = engine_graph(llm)
     train = trace_model(trainer, phase="train", recipe=recipe)
-    device = live.meta.get("device", "")
-    report = check_containment(
-        live, on_device(train, device, providers or default_providers(device))
-    )
+    reports = []
+    # The ranks of a sound engine run one graph.
+    for document in dict.fromkeys(llm.apply_model(graph_document)):
+        live = graph_from_json(document)
+        device = live.meta.get("device", "")
+        own = on_device(train, device, providers or default_providers(device))
+        reports.append(check_containment(live, own))
+    report = next((each for each in reports if each.differences), reports[0])
     weights = {name: p.detach() for name, p in trainer.named_parameters()}
+    if rank_count(llm) > 1:
+        return report.with_level(*check_ranks(llm, live, weights))
     for result, differences in llm.apply_model(partial(_bytes, weights)):
         report = report.with_level(result, differences)
         if differences:
@@ -157,7 +177,13 @@ def on_device(
     return replace(graph, operators=tuple(operators))
 
 
-def _graph_document(model: nn.Module) -> Any:
+def graph_document(model: nn.Module) -> str:
+    """Return the precision graph of a loaded model as JSON; runs inside a worker.
+
+    Raises:
+        ModelError: The model was loaded otherwise, or cannot be traced.
+        LoweringError: What vLLM compiled is not what the model says.
+    """
     return graph_to_json(_live(model).graph)
 
 

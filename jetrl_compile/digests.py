@@ -19,6 +19,7 @@ from jetrl_compile.rollout import QuantizedLinear
 # Odd constants below 2^63: the finalizer of MurmurHash3 and the golden ratio.
 _STEP, _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x7F51AFD7ED558CCD, 0x44CEB9FE1A85EC53
 _CHUNK = 1 << 24  # words, so that what is computed in between stays small
+_MASK = 0xFFFF_FFFF_FFFF_FFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +34,86 @@ class StoredLayer:
     flow: Flow
     transposed: bool
 
+    def quantize(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the codes (N, K) and FP32 scales of a BF16 weight."""
+        flow = self.flow
+        assert flow.granularity is not None
+        codes, scales = ops.quantize(
+            weight.t() if self.transposed else weight,
+            flow.granularity.rows,
+            flow.granularity.cols,
+            False,
+            flow.scale_format,
+            flow.amax_floor,
+            None,
+        )
+        return codes, scales
 
-def digest(tensor: Tensor) -> str:
-    """Return what a tensor is and 64 bits of its bytes, in row-major order.
+    @property
+    def scale_leaf(self) -> str:
+        """What the scales of the layer are called."""
+        tail = "_ue8m0" if self.flow.scale_format == "ue8m0" else ""
+        return f"weight_scale_inv{tail}"
 
-    Args:
-        tensor: Any shape and dtype, on any device.
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A rank's part of a tensor.
+
+    Attributes:
+        name: The tensor's.
+        bounds: First and last but one of each dimension that is cut; none if it is all
+            of the tensor.
     """
+
+    name: str
+    bounds: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The name by which its digest is found, such as "lm_head.weight[0:128]"."""
+        if not self.bounds:
+            return self.name
+        return f"{self.name}[{','.join(f'{a}:{b}' for a, b in self.bounds)}]"
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the part of the whole tensor."""
+        return tensor[tuple(slice(a, b) for a, b in self.bounds)]
+
+
+class Digests:
+    """Digests that are being made; the device is waited for once, at the end."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, tuple[str, Tensor]] = {}
+
+    def add(self, key: str, tensor: Tensor) -> None:
+        """Note the bytes that a tensor has now.
+
+        Args:
+            key: The name of its digest.
+            tensor: Any shape and dtype, on any device.
+        """
+        label = f"{short_name(tensor.dtype)} {tuple(tensor.shape)}"
+        self._made[key] = (label, word_sum(tensor))
+
+    def result(self) -> dict[str, str]:
+        """Return all digests by key: dtype, shape and 64 bits each."""
+        by_device: dict[torch.device, list[str]] = {}
+        for key, (_, total) in self._made.items():
+            by_device.setdefault(total.device, []).append(key)
+        bits: dict[str, int] = {}
+        for keys in by_device.values():
+            values = torch.stack([self._made[key][1] for key in keys]).tolist()
+            bits |= dict(zip(keys, values, strict=True))
+        return {
+            key: f"{label} {bits[key] & _MASK:016x}"
+            for key, (label, _) in self._made.items()
+        }
+
+
+def word_sum(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's mixed 8-byte words in row-major order, int64 ()."""
     data = tensor.detach().contiguous().flatten().view(torch.uint8)
     if data.numel() % 8 or data.storage_offset() % 8:
         whole = data.new_zeros(-(-data.numel() // 8) * 8)
@@ -53,8 +127,24 @@ def digest(tensor: Tensor) -> str:
         mixed = (part + (place + 1) * _STEP) * _FIRST
         mixed = (mixed ^ (mixed >> 33)) * _SECOND
         total += (mixed ^ (mixed >> 29)).sum()
-    bits = int(total) & 0xFFFF_FFFF_FFFF_FFFF
-    return f"{short_name(tensor.dtype)} {tuple(tensor.shape)} {bits:016x}"
+    return total
+
+
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return what each tensor is and 64 bits of its bytes, by the same keys."""
+    made = Digests()
+    for key, tensor in tensors.items():
+        made.add(key, tensor)
+    return made.result()
+
+
+def digest(tensor: Tensor) -> str:
+    """Return what a tensor is and 64 bits of its bytes, in row-major order.
+
+    Args:
+        tensor: Any shape and dtype, on any device.
+    """
+    return digests({"": tensor})[""]
 
 
 def stored_layers(graph: PrecisionGraph, model: nn.Module) -> dict[str, StoredLayer]:
@@ -73,51 +163,20 @@ def stored_layers(graph: PrecisionGraph, model: nn.Module) -> dict[str, StoredLa
     return found
 
 
-def wanted_digests(
-    name: str, weight: Tensor, layers: Mapping[str, StoredLayer]
-) -> dict[str, str]:
-    """Return the digests of what a rollout must store of a trainer's parameter.
-
-    Args:
-        name: The parameter's name.
-        weight: BF16 or FP32, which is rounded to BF16 first.
-        layers: From `stored_layers`.
-    """
-    source = weight.detach().to(torch.bfloat16)
-    path, _, leaf = name.rpartition(".")
-    layer = layers.get(path)
-    if layer is None or leaf != "weight":
-        return {name: digest(source)}
-    flow = layer.flow
-    assert flow.granularity is not None
-    codes, scales = ops.quantize(
-        source.t() if layer.transposed else source,
-        flow.granularity.rows,
-        flow.granularity.cols,
-        False,
-        flow.scale_format,
-        flow.amax_floor,
-        None,
-    )
-    tail = "_ue8m0" if flow.scale_format == "ue8m0" else ""
-    scale_name = f"{path}.weight_scale_inv{tail}"
-    return {name: digest(codes), scale_name: digest(scales)}
-
-
 def stored_digests(rollout: nn.Module) -> dict[str, str]:
     """Return the digest of every weight that a rollout model stores.
 
     Args:
         rollout: From `make_rollout_model`.
     """
-    found = {}
+    made = Digests()
     for path, layer in rollout.named_modules():
         if isinstance(layer, QuantizedLinear):
-            found[f"{path}.weight"] = digest(layer.weight)
-            found[f"{path}.{layer.scale_name}"] = digest(layer.scales)
+            made.add(f"{path}.weight", layer.weight)
+            made.add(f"{path}.{layer.scale_name}", layer.scales)
     for name, parameter in rollout.named_parameters(remove_duplicate=False):
-        found[name] = digest(parameter)
-    return found
+        made.add(name, parameter)
+    return made.result()
 
 
 def compare_digests(
