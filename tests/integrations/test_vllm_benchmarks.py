@@ -42,7 +42,8 @@ class Engine:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.llm_engine = SimpleNamespace(
-            output_processor=SimpleNamespace(request_states={})
+            output_processor=SimpleNamespace(request_states={}),
+            has_unfinished_requests=lambda: False,
         )
 
     def apply_model(self, function: Any) -> list[Any]:

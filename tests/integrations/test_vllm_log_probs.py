@@ -31,19 +31,26 @@ class LLM:
     def __init__(self, model: Any, log_probs: bool = True) -> None:
         self.model, self.log_probs, self.dropped = model, log_probs, 0
         self.left: dict[str, int] = {}
+        self.queued: list[bool] = []  # steps, and whether they will fail
         self.llm_engine = SimpleNamespace(
             output_processor=SimpleNamespace(request_states=self.left),
             abort_request=self.abort,
             has_unfinished_requests=lambda: bool(self.left),
             step=self.step,
+            engine_core=SimpleNamespace(
+                engine_core=SimpleNamespace(batch_queue=self.queued)
+            ),
         )
 
-    def abort(self, names: list[str]) -> None:
+    def abort(self, names: list[str], internal: bool = False) -> None:
+        assert internal, "vLLM knows what is left by names of its own"
         self.dropped += len(names)
+        for name in names:
+            del self.left[name]
 
     def step(self) -> None:
-        self.left.popitem()
-        raise RefitError("a step that was queued before")
+        if self.queued.pop():
+            raise RefitError("a step that was queued before")
 
     def apply_model(self, function: Any) -> list[Any]:
         return [function(self.model)]
@@ -109,8 +116,12 @@ def test_refit_drops_what_a_refusal_left() -> None:
     trainer = make_trainer("llama", num_hidden_layers=1)
     llm = LLM(EngineModel(trainer))
     llm.left |= {"a": 1, "b": 2}
+    llm.queued += [False, True]
     assert engine.refit(llm, trainer.named_parameters()) == 12
-    assert (llm.dropped, llm.left) == (2, {})
+    assert (llm.dropped, llm.left, llm.queued) == (2, {}, [])
+    llm.queued += [True]  # a step that no request waits for any more
+    assert engine.drop_requests(llm) == 0
+    assert not llm.queued
 
 
 def test_audit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

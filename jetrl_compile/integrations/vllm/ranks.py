@@ -1,0 +1,156 @@
+"""An engine of several ranks: weights go there in chunks, digests come back.
+
+The ranks are processes of their own, which share no memory with the trainer. A refit
+sends them whole weights, of which each keeps its shards; level 3 sends nothing: a rank
+says which shards it has and what the digests of their bytes are.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jetrl_compile.containment import Difference, LevelResult
+from jetrl_compile.digests import Digests, Shard, StoredLayer, compare_digests
+from jetrl_compile.errors import RefitError
+from jetrl_compile.integrations.vllm.refit import begin_push, end_push, push_some
+from jetrl_compile.integrations.vllm.sync_digests import (
+    digest_document,
+    layout_document,
+)
+from jetrl_compile.precision_graph import PrecisionGraph
+
+CHUNK = 1 << 28  # bytes that are sent at a time, and one decoder layer at least
+_LAYER = re.compile(r".*?\.\d+\.")
+
+
+def rank_count(llm: Any) -> int:
+    """Return how many ranks share an engine's layers (its tensor parallel size)."""
+    config = getattr(llm.llm_engine, "vllm_config", None)
+    parallel = getattr(config, "parallel_config", None)
+    return int(getattr(parallel, "tensor_parallel_size", 1))
+
+
+def push_to_ranks(llm: Any, weights: Mapping[str, Tensor]) -> int:
+    """Push all weights into the ranks of an engine; return how many tensors.
+
+    Args:
+        llm: vLLM's LLM.
+        weights: The trainer's parameters by Hugging Face's names.
+
+    Raises:
+        RefitError: As `refit_model`, on any rank.
+    """
+    facts = {name: (tuple(w.shape), w.dtype) for name, w in weights.items()}
+    _ask(llm, partial(_begin, facts))
+    for chunk in chunks(weights):
+        _ask(llm, partial(_some, chunk))
+    _ask(llm, end_push)
+    return len(weights)
+
+
+def chunks(
+    weights: Mapping[str, Tensor], most: int = CHUNK
+) -> Iterator[dict[str, Tensor]]:
+    """Yield weights on the CPU, a decoder layer's together, in chunks.
+
+    Args:
+        weights: By name.
+        most: Bytes of a chunk, unless a group alone has more.
+    """
+    groups: dict[str, dict[str, Tensor]] = {}
+    for name, weight in weights.items():
+        found = _LAYER.match(name)
+        groups.setdefault(found.group() if found else name, {})[name] = weight
+    chunk: dict[str, Tensor] = {}
+    size = 0
+    for group in groups.values():
+        own = sum(weight.numel() * weight.element_size() for weight in group.values())
+        if chunk and size + own > most:
+            yield chunk
+            chunk, size = {}, 0
+        chunk |= {name: w.detach().to("cpu") for name, w in group.items()}
+        size += own
+    yield chunk
+
+
+def _ask(llm: Any, act: Callable[[nn.Module], None]) -> None:
+    """Run a function on each rank's model.
+
+    What a rank raises comes back as text alone, so errors are sent as results.
+    """
+    errors: list[RefitError | None] = llm.apply_model(partial(_told, act))
+    for error in errors:
+        if error is not None:
+            raise error
+
+
+def _told(act: Callable[[nn.Module], None], model: nn.Module) -> RefitError | None:
+    try:
+        act(model)
+    except RefitError as error:
+        return error.with_traceback(None)
+    return None
+
+
+def _begin(
+    facts: Mapping[str, tuple[tuple[int, ...], torch.dtype]], model: nn.Module
+) -> None:
+    shapes = {
+        name: torch.empty(shape, dtype=dtype, device="meta")
+        for name, (shape, dtype) in facts.items()
+    }
+    begin_push(model, shapes)
+
+
+def _some(chunk: Mapping[str, Tensor], model: nn.Module) -> None:
+    push_some(model, chunk)
+
+
+def check_ranks(
+    llm: Any, live: PrecisionGraph, masters: Mapping[str, Tensor]
+) -> tuple[LevelResult, list[Difference]]:
+    """Compare what all ranks store with the trainer's weights, by digests.
+
+    Args:
+        llm: vLLM's LLM.
+        live: Its graph, which says how the layers are quantized.
+        masters: The trainer's parameters by Hugging Face's names, BF16 or FP32.
+
+    Returns:
+        The result of level 3, and a difference for each tensor that is not what the
+        trainer's weights give.
+    """
+    shards: dict[str, dict[str, tuple[Shard, torch.dtype]]] = {}
+    for text in llm.apply_model(layout_document):
+        for name, dtype, bounds in json.loads(text)["shards"]:
+            shard = Shard(name, tuple((low, high) for low, high in bounds))
+            own: torch.dtype = getattr(torch, dtype)
+            shards.setdefault(name, {})[shard.key] = (shard, own)
+    layers = {
+        op.module: StoredLayer(live.operands[op.name]["w"].flow, False)
+        for op in live.gemms("fprop")
+        if live.is_fp8(op)
+    }
+    made = Digests()
+    for name, master in masters.items():
+        path, _, leaf = name.rpartition(".")
+        tensors = {name: master.detach()}
+        if path in layers and leaf == "weight":
+            codes, scales = layers[path].quantize(master.detach())
+            tensors = {name: codes, f"{path}.{layers[path].scale_leaf}": scales}
+        for each, tensor in tensors.items():
+            for key, (shard, dtype) in shards.get(each, {}).items():
+                made.add(key, shard.of(tensor).to(dtype))
+    wanted = made.result()
+    stored: dict[str, str] = {}
+    for text in llm.apply_model(digest_document):
+        for key, found in json.loads(text).items():
+            # Where ranks store the same tensor, a wrong one is kept.
+            if stored.get(key) in (None, wanted.get(key)):
+                stored[key] = found
+    return compare_digests(stored, wanted, layers)
