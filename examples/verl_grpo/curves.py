@@ -27,10 +27,18 @@ METRICS = (
     "training/rollout_probs_diff_mean",
     "actor/jetrl/contained",
     "timing_s/gen",
+    "timing_s/reward",
     "timing_s/old_log_prob",
+    "timing_s/ref",
+    "timing_s/adv",
     "timing_s/update_actor",
     "timing_s/update_weights",
+    "timing_s/save_checkpoint",
     "timing_s/step",
+    "actor/jetrl/sync_mib",
+    "perf/total_num_tokens",
+    "perf/throughput",
+    "actor/perf/max_memory_allocated_gb",
 )
 DRAWN = METRICS[:7]
 Curve = Mapping[int, Mapping[str, float]]

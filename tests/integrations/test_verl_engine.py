@@ -260,6 +260,26 @@ def test_interrupted_sync(engine: Any, server: Any) -> None:
         generate(server, [5, 6, 7])
 
 
+def test_codes_on_the_wire(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert push(engine, server) == 0
+    kept, sent = server.model.state_dict(), engine.sync.sent_bytes
+    kept = {name: tensor.clone() for name, tensor in kept.items()}
+    settings = replace(engine.sync.settings, wire="fp8")
+    monkeypatch.setattr(engine.sync, "settings", settings)
+    for tensor in server.model.state_dict().values():
+        tensor.zero_()
+    assert push(engine, server) == 0
+    assert engine.sync.sent_bytes < 0.6 * sent
+    for name, tensor in server.model.state_dict().items():
+        assert torch.equal(tensor.view(torch.uint8), kept[name].view(torch.uint8))
+    sync = dict(engine.get_per_tensor_param()[0])
+    del sync["model.layers.0.mlp.up_proj.weight_scale_inv"]
+    with pytest.raises(RefitError, match=r"missing, first .*up_proj\.weight_scale_inv"):
+        asyncio.run(server.load_weights(sync))
+
+
 def test_rollout_only_is_not_contained(
     folder: Path, engine: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -324,6 +344,7 @@ def test_other_strategies_are_refused(
         ({"jetrl_recipe": "jetrll"}, "did you mean 'jetrl'?"),
         ({"jetrl_level": 4}, "0, 1, 2 or 3"),
         ({"jetrl_on_violation": "ignore"}, "stop or warn"),
+        ({"jetrl_wire": "int8"}, "bf16 or fp8"),
         ({"jetrl_lowering": "eager"}, "inductor or aot"),
     ],
 )

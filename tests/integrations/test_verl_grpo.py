@@ -79,7 +79,7 @@ def test_grpo(tmp_path: Path) -> None:
         assert [level.status for level in levels[:3]] == ["passed"] * 3
 
 
-@pytest.mark.parametrize("recipe", ["rollout_only", "bf16"])
+@pytest.mark.parametrize("recipe", ["rollout_only", "bf16", "verl_fp8"])
 def test_verl_accepts_the_options_of_hopper(tmp_path: Path, recipe: str) -> None:
     # It registers the engine, and verl warns of what is not installed.
     from jetrl_compile.integrations.verl.settings import read_settings
@@ -106,21 +106,30 @@ def test_verl_accepts_the_options_of_hopper(tmp_path: Path, recipe: str) -> None
     text = done.stdout
     config: Any = OmegaConf.create(text[text.index("actor_rollout_ref:") :])
     parts = config.actor_rollout_ref
+    assert (parts.actor.strategy, parts.ref.strategy) == ("fsdp2", "fsdp2")
+    assert config.trainer.n_gpus_per_node == 2
+    assert (config.trainer.save_freq, config.trainer.resume_mode) == (5, "auto")
+    assert parts.rollout.max_model_len == 512 + 1024
+    vllm = OmegaConf.to_container(parts.rollout.engine_kwargs.vllm)
+    override = OmegaConf.to_container(parts.model.override_config)
+    if recipe == "verl_fp8":
+        assert (parts.model.external_lib, vllm) == (None, {})
+        assert parts.rollout.quantization == "fp8"
+        assert override == {"attn_implementation": "sdpa"}
+        return
+    assert parts.rollout.quantization is None
     assert parts.model.external_lib == "jetrl_compile.integrations.verl"
-    settings = read_settings(OmegaConf.to_container(parts.model.override_config))
+    settings = read_settings(override)
     assert settings.recipe.name == recipe
     assert settings.on_violation == ("warn" if recipe == "rollout_only" else "stop")
     assert settings.reports == run / "reports"
-    vllm = OmegaConf.to_container(parts.rollout.engine_kwargs.vllm)
+    assert (settings.level, settings.wire) == (3, "bf16")
     wanted = {"recipe": recipe}
     assert vllm == (
         {}
         if recipe == "bf16"
         else {"quantization": "jetrl", "additional_config": {"jetrl": wanted}}
     )
-    assert (parts.actor.strategy, parts.ref.strategy) == ("fsdp2", "fsdp2")
-    assert config.trainer.n_gpus_per_node == 2
-    assert (config.trainer.save_freq, config.trainer.resume_mode) == (5, "auto")
 
 
 def test_rewards_of_written_tasks(tmp_path: Path) -> None:

@@ -246,6 +246,12 @@ def current_sync() -> WeightSync:
     return _current
 
 
+def expect_nothing() -> None:
+    """Check no bytes in this process: its rollouts run nothing of this package."""
+    if _current is not None:
+        _current.expect(None, checked=False)
+
+
 def as_metrics(values: dict[str, float]) -> dict[str, Any]:
     """Return metrics as verl's engines give them: a list a rank."""
     return {name: [value] for name, value in values.items()}

@@ -15,7 +15,11 @@ from jetrl_compile.digests import Shard
 from jetrl_compile.errors import ModelError
 from jetrl_compile.graph_json import graph_from_json
 from jetrl_compile.integrations.verl.settings import Settings, read_settings
-from jetrl_compile.integrations.verl.sync import WeightSync, current_sync
+from jetrl_compile.integrations.verl.sync import (
+    WeightSync,
+    current_sync,
+    expect_nothing,
+)
 from jetrl_compile.integrations.verl_vllm.config import runs_jetrl
 from jetrl_compile.integrations.vllm.engine import on_device
 from jetrl_compile.kernels.dispatch import default_providers
@@ -54,6 +58,7 @@ class ServerAdapter(VerlAdapter):  # type: ignore[misc,unused-ignore]
             ModelError: verl's config sends weights that cannot be checked.
         """
         if not self._runs_jetrl:
+            expect_nothing()
             await super().update_weights(
                 weights, global_steps, wire_format=wire_format, **kwargs
             )
