@@ -26,6 +26,7 @@ from typing import Annotated, Any
 
 import typer
 from vllm_engines import ENVIRONMENT, Worker, cache_bytes, make_llm, wait_all
+from vllm_warm_up import Wanted, warm_up
 
 RECIPES = ("jetrl", "rollout_only", "bf16")
 FACTOR = 20  # by which jetrl's k3_kl must be below rollout_only's
@@ -137,6 +138,8 @@ def main(
     lengths = sorted(length or [512, 1024, 2048, 4096, 8192])
     if lengths[0] <= PROMPT:
         raise typer.BadParameter(f"lengths must exceed {PROMPT} tokens, the prompt")
+    counts = [sequences, PROMPT * sequences, lengths[-1]]
+    warm_up(Wanted(folder, counts), say=typer.echo)
     workers = []
     for recipe in ("jetrl", "bf16"):
         args = (str(folder), recipe, sequences, lengths[-1])

@@ -20,50 +20,12 @@ from typing import Annotated, Any
 
 import typer
 from vllm_engines import Failed, Worker, cache_bytes, make_llm, write_config
+from vllm_trainer import fill, make_trainer, take_step
+from vllm_warm_up import Wanted, warm_up
 
 PROMPTS = [[5, 6, 7, 8], [9] * 17, list(range(10, 60))]
+LENGTH = 128  # of all batches but those that decode, so that kernels are few
 FIXTURES = {"qwen3-8b": "qwen3", "llama3.1-8b": "llama", "qwen2.5-7b": "qwen2"}
-
-
-def fill(model: Any, seed: int) -> Any:
-    """Give a model seeded random weights, norms about 1."""
-    import torch
-
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "norm" in name:
-                p.uniform_(0.5, 1.5, generator=generator)
-            else:
-                p.normal_(std=0.02, generator=generator)
-    return model
-
-
-def make_trainer(config: Any, seed: int) -> Any:
-    """Return the trainer's model on the GPU, in BF16."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("cuda"):
-        made: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return fill(made, seed)
-
-
-def take_step(trainer: Any) -> float:
-    """Take an AdamW step on random tokens; return the loss before it."""
-    import torch
-
-    optimizer = torch.optim.AdamW(trainer.parameters(), lr=1e-3)
-    size = int(trainer.get_input_embeddings().weight.shape[0])
-    ids = torch.randint(size, (2, 128), device="cuda")
-    trainer.train()
-    loss = trainer(ids, labels=ids, use_cache=False).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    trainer.eval()
-    return float(loss.detach())
 
 
 class Run:
@@ -180,15 +142,17 @@ class Run:
 
         torch.manual_seed(0)
         register()
-        lengths = {"max_model_len": 512, "max_num_batched_tokens": 512}
+        lengths = {"max_model_len": LENGTH, "max_num_batched_tokens": LENGTH}
         with tempfile.TemporaryDirectory() as folder:
             config = write_config(self.model, Path(folder), self.layers)
             self.trainer = make_trainer(config, 1)
             self.trainer.save_pretrained(folder)
             self.sender = Worker("sender", start_sender, make_trainer, config, 7)
+            both = Wanted(folder, [4]), Wanted(folder, [LENGTH], backward=True)
+            warm_up(*both, jobs=8)
             self.llm = make_llm(
                 folder,
-                cache_bytes(config, 8, 512),
+                cache_bytes(config, 8, LENGTH),
                 quantization="jetrl",
                 max_num_seqs=8,
                 **lengths,
@@ -200,7 +164,7 @@ class Run:
         if self.fixtures is not None and self.model in FIXTURES:
             self.step("fixtures", self.write_fixtures)
         compile_layers(self.trainer)
-        self.step("loss", lambda: f"{take_step(self.trainer):.4g}")
+        self.step("loss", lambda: f"{take_step(self.trainer, LENGTH):.4g}")
         self.step("after a step", self.verdict)
         self.step("tensors pushed", self.push)
         self.step("after the refit", self.verdict)

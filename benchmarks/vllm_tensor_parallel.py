@@ -12,7 +12,6 @@ and the gap of log-probs shows what it costs.
 """
 
 import json
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +19,11 @@ from typing import Annotated, Any
 
 import typer
 from vllm_engines import Failed, Worker, cache_bytes, make_llm, wait_all, write_config
-from vllm_levels import Run, make_trainer, take_step
-from vllm_throughput import PROMPT, table, warm_up
+from vllm_levels import LENGTH, Run
+from vllm_throughput import PROMPT, batches, table
 from vllm_throughput import start as start_rates
+from vllm_trainer import make_trainer, take_step
+from vllm_warm_up import Wanted, use_one_cache, warm_up
 
 ENVIRONMENT = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions are sent to the ranks
@@ -54,24 +55,30 @@ class Levels(Run):
         from jetrl_compile.layers import compile_layers
 
         torch.manual_seed(0)
-        with tempfile.TemporaryDirectory() as folder:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            tempfile.TemporaryDirectory() as own,
+        ):
             config = write_config(self.model, Path(folder), self.layers)
             self.trainer = make_trainer(config, 1)
             self.trainer.save_pretrained(folder)
+            shard_config(config, Path(own), self.ranks)
+            whole = Wanted(folder, [LENGTH], backward=True)
+            warm_up(Wanted(own, [4, LENGTH]), whole)
             self.llm = make_llm(
                 folder,
-                cache_bytes(config, 8, 512, self.ranks),
+                cache_bytes(config, 8, LENGTH, self.ranks),
                 quantization="jetrl",
                 tensor_parallel_size=self.ranks,
-                max_model_len=512,
+                max_model_len=LENGTH,
                 max_num_seqs=8,
-                max_num_batched_tokens=512,
+                max_num_batched_tokens=LENGTH,
                 compilation_config={"cudagraph_capture_sizes": [1, 4]},
             )
         self.step("graph", self.meta)
         self.step("at load", self.verdict)
         compile_layers(self.trainer)
-        self.step("loss", lambda: f"{take_step(self.trainer):.4g}")
+        self.step("loss", lambda: f"{take_step(self.trainer, LENGTH):.4g}")
         self.step("after a step", self.verdict)
         self.step("tensors pushed", self.push)
         self.step("after the refit", self.verdict)
@@ -116,7 +123,7 @@ def rates(
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as own:
         config = write_config(model, Path(folder))
         shard_config(config, Path(own), ranks)
-        warm_up(own, sequences, typer.echo)
+        warm_up(Wanted(own, batches(sequences)), say=typer.echo)
         cache = cache_bytes(config, max(sequences), PROMPT + tokens, ranks)
         args = (folder, sequences, tokens, cache, ranks)
         workers = [
@@ -156,9 +163,7 @@ def main(
     output: Annotated[Path, typer.Option(help="JSON.")] = Path("tensor_parallel.json"),
 ) -> None:
     """Check and measure an engine of several ranks."""
-    from jetrl_compile.kernels.deep_gemm_cache import CACHE_VARIABLE, cache_dir
-
-    os.environ[CACHE_VARIABLE] = str(cache_dir())
+    use_one_cache()
     log = logs / "tensor_parallel_levels.log" if logs else None
     found = ask(Levels, (model, layers, ranks), log)
     counts = sequences or [64]

@@ -12,9 +12,6 @@ included. Prints medians and ratios, and writes all samples as JSON.
 """
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +21,7 @@ from typing import Annotated, Any
 import typer
 from vllm_engines import WHOLE_GRAPH, Failed, Worker, cache_bytes, make_llm, wait_all
 from vllm_engines import write_config as write
+from vllm_warm_up import Wanted, warm_up
 
 from jetrl_compile.bench.models import BUILT_IN
 
@@ -84,17 +82,17 @@ def start(
     return rate
 
 
-def warm_up(folder: str, sequences: list[int], say: Callable[[str], None]) -> None:
-    """Compile DeepGEMM's kernels, for all engines."""
+def batches(sequences: list[int]) -> set[int]:
+    """Return how many tokens the steps have: those that decode come first."""
     counts = {*sequences, BATCHED}
-    for count in sequences:  # what is left of the prompts, with those that decode
-        counts |= {min(BATCHED, count * PROMPT), count * PROMPT % BATCHED + count}
-    command = [sys.executable, "-m", "jetrl_compile.cli", "warm-up", folder]
-    command += ["--no-backward"]
-    for count in sorted(counts - {0}):
-        command += ["--tokens", str(count)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    say((done.stdout + done.stderr).strip())
+    for count in sequences:
+        left, whole = count * PROMPT, 0
+        while left:
+            taken = min(left, BATCHED - whole)
+            counts.add(whole + taken)
+            left -= taken
+            whole = count - -(-left // PROMPT)  # prompts that have been read
+    return counts
 
 
 def main(
@@ -112,14 +110,11 @@ def main(
     for name in names:
         if name not in ENGINES:
             raise typer.BadParameter(f"{name} is none of {', '.join(ENGINES)}")
-    from jetrl_compile.kernels.deep_gemm_cache import CACHE_VARIABLE, cache_dir
-
-    os.environ[CACHE_VARIABLE] = str(cache_dir())  # vLLM has another one of its own
     samples: dict[str, dict[int, list[dict[str, float]]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         config = write(model, Path(folder), layers)
         cache = cache_bytes(config, max(sequences), PROMPT + tokens)
-        warm_up(folder, sequences, typer.echo)
+        warm_up(Wanted(folder, batches(sequences)), say=typer.echo)
         workers = []
         for name in names:
             whole = {"VLLM_USE_AOT_COMPILE": "0"} if "whole" in name else {}

@@ -128,9 +128,15 @@ def test_table_of_rates(module: Any) -> None:
     assert [line.split()[-1] for line in lines] == ["8", "100", "150", "1.500"]
 
 
+def test_batches_of_throughput(module: Any) -> None:
+    batches = module("vllm_throughput").batches
+    assert batches([8]) == {8, 1024, 8192}
+    assert batches([64, 256]) == {64, 256, 634, 8192}
+
+
 def test_seeded_trainers_are_equal(module: Any) -> None:
-    levels = module("vllm_levels")
-    made = [levels.fill(make_trainer("qwen3"), 7) for _ in range(2)]
+    trainers = module("vllm_trainer")
+    made = [trainers.fill(make_trainer("qwen3"), 7) for _ in range(2)]
     for a, b in zip(made[0].parameters(), made[1].parameters(), strict=True):
         assert torch.equal(a, b)
 
