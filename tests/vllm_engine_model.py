@@ -110,7 +110,8 @@ class _Linear(nn.Module):
     def __init__(self, model: "EngineModel", prefix: str, sizes: list[int], cols: int):
         super().__init__()
         self.quant_config = model.config_of_engine
-        self.tp_rank, self.tp_size, self.num_kv_head_replicas = *model.place, 1
+        self.tp_rank, self.tp_size = model.place
+        self.num_kv_head_replicas = 1
         layout = make_layout(self, prefix, sizes, cols, PACKED, JETRL.flows.fprop_w)  # type: ignore[union-attr]
         setattr(self, storage.LAYOUT, layout)
         setattr(self, storage.LOADED, set())
