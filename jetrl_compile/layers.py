@@ -6,16 +6,20 @@ Compiled a layer at a time, with `fullgraph=True`, every phase runs the same FP8
 and layers with equal decisions share one compiled graph.
 """
 
-from collections.abc import Callable
-from typing import Any
+import functools
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from jetrl_compile.cache_views import with_own_cache
 from jetrl_compile.errors import ModelError
+from jetrl_compile.exact_attention import is_exact, use_exact_attention
 from jetrl_compile.options import parse_options
-from jetrl_compile.recipe import Recipe
+from jetrl_compile.recipe import BF16, Recipe
 from jetrl_compile.rollout import QuantizedLinear
 
 
@@ -40,6 +44,9 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
 def compile_layers(model: nn.Module, **options: Any) -> dict[str, str]:
     """Compile each decoder layer in place with the backend "jetrl".
 
+    With `exact=True` the model's attention becomes that of exact mode, and the modules
+    behind the layers (the last norm, the output head) are compiled too, in BF16.
+
     Args:
         model: A Hugging Face causal model, or a rollout model. Compile before FSDP2's
             `fully_shard`.
@@ -51,25 +58,68 @@ def compile_layers(model: nn.Module, **options: Any) -> dict[str, str]:
         shares: layers in which the recipe quantizes the same linear layers share one.
 
     Raises:
-        ModelError: The model has no list of decoder layers.
+        ModelError: The model has no list of decoder layers, or, with `exact`, takes no
+            other attention.
+        ProviderError: With `exact`, a kernel cannot run in this process.
         RecipeError: An option is unknown.
     """
     chosen = parse_options(options)
+    if chosen.exact:
+        _compile_the_rest(model, options)
     shared: dict[tuple[Any, ...], str] = {}
     stands_for: dict[str, str] = {}
     for path, layer in decoder_layers(model).items():
         decisions = _decisions(path, layer, chosen.recipe, chosen.phase)
         first = shared.setdefault((type(layer), decisions), path)
         stands_for[path] = first
-        layer.compile(
-            backend="jetrl",
-            fullgraph=True,
-            dynamic=True,
-            options={**options, "module_path": first},
-        )
-        layer._compiled_call_impl = with_own_cache(layer)
-        layer._compiled_call_impl = _with_constant_numbers(layer._compiled_call_impl)
+        _compile(layer, {**options, "module_path": first}, with_own_cache)
     return stands_for
+
+
+def _compile(
+    module: nn.Module,
+    options: Mapping[str, Any],
+    wrap: Callable[[nn.Module], Any] | None = None,
+) -> None:
+    how: dict[str, Any] = {"backend": "jetrl", "fullgraph": True, "dynamic": True}
+    module.compile(**how, options=dict(options))
+    if wrap is not None:
+        module._compiled_call_impl = wrap(module)
+    compiled: Any = module._compiled_call_impl
+    if wrap is None:
+        # Dynamo passes over frames of torch.nn, so that nn.Linear.compile() compiles
+        # nothing: it needs one of another file.
+        run = torch.compile(_own_call(), **how, options=dict(options))
+        compiled = functools.partial(run, module)
+    module._compiled_call_impl = _with_constant_numbers(compiled)
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    call: Any = module._call_impl
+    return call(*args, **kwargs)
+
+
+def _own_call() -> Callable[..., Any]:
+    """Return `_call` with code of its own: Dynamo counts recompiles by code."""
+    return types.FunctionType(_call.__code__.replace(), globals())
+
+
+def _compile_the_rest(model: nn.Module, options: Mapping[str, Any]) -> None:
+    """Let what computes logits outside of the decoder layers be exact, too.
+
+    Embeddings copy rows, and tables of cosines are functions of positions.
+    """
+    if not is_exact(model):
+        use_exact_attention(cast(PreTrainedModel, model))
+    inside = {
+        id(m) for layer in decoder_layers(model).values() for m in layer.modules()
+    }
+    for path, module in model.named_modules():
+        if id(module) in inside or isinstance(module, nn.Embedding):
+            continue
+        if any(True for _ in module.parameters(recurse=False)):
+            own = {"recipe": BF16, "module_path": path}
+            _compile(module, {**options, **own})
 
 
 def _with_constant_numbers(compiled: Callable[..., Any]) -> Callable[..., Any]:

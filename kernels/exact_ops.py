@@ -1,6 +1,6 @@
 """Operators that give a row the same bits in every batch, in the namespace `jetrl`.
 
-    jetrl::rms_norm   x, weight -> the norm, its factor
+    jetrl::rms_norm   x, weight, eps -> the norm, its factor
     jetrl::silu_mul   gate, up -> silu(gate) * up
     jetrl::rope       x, cos, sin -> x rotated
     jetrl::bf16_gemm  x, w -> x w^T in BF16, by a provider
@@ -41,13 +41,20 @@ def _check_last(op: str, a: Tensor, b: Tensor) -> None:
         )
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _rms_norm(
+    x: Tensor, weight: Tensor, eps: float | None, eps_tensor: Tensor | None
+) -> tuple[Tensor, Tensor]:
     _check_bf16("rms_norm", x=x, weight=weight)
     _check_last("rms_norm", x, weight)
-    return exact_kernels.rms_norm(x, weight, eps)
+    # Dynamo makes a float of a module a tensor on the CPU.
+    number = eps if eps_tensor is None else float(eps_tensor.item())
+    assert number is not None
+    return exact_kernels.rms_norm(x, weight, number)
 
 
-def _fake_rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _fake_rms_norm(
+    x: Tensor, weight: Tensor, eps: float | None, eps_tensor: Tensor | None
+) -> tuple[Tensor, Tensor]:
     _check_bf16("rms_norm", x=x, weight=weight)
     _check_last("rms_norm", x, weight)
     rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
@@ -104,7 +111,8 @@ def _fake_log_probs(logits: Tensor, labels: Tensor, temperature: float) -> Tenso
 
 
 rms_norm = define(
-    "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor y, Tensor rstd)",
+    "rms_norm(Tensor x, Tensor weight, float? eps, Tensor? eps_tensor) "
+    "-> (Tensor y, Tensor rstd)",
     _rms_norm,
     _fake_rms_norm,
 )
@@ -124,7 +132,7 @@ log_probs = define(
 
 
 def _keep_norm(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, _ = inputs
+    x, weight, *_ = inputs
     ctx.save_for_backward(x, weight, output[1])
 
 
@@ -134,7 +142,7 @@ def _norm_backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     dunit = (dy * weight).float()
     dx = rstd * (dunit - unit * (dunit * unit).mean(-1, keepdim=True))
     dweight = (dy * unit.to(x.dtype)).reshape(-1, weight.shape[0]).sum(0)
-    return dx.to(x.dtype), dweight, None
+    return dx.to(x.dtype), dweight, None, None
 
 
 def _keep_inputs(ctx: Any, inputs: Any, output: Any) -> None:

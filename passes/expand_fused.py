@@ -188,7 +188,9 @@ class Expander(GraphWriter):
             args = (x, residual)
             x = total = self.write(aten.add.Tensor, args, Origin(node, "add"))
         if node.meta.get(ORIGIN, {}).get(EXACT):
-            made = self.write(exact_ops.rms_norm, (x, weight, eps), norm)
+            number = eps if eps_tensor is None else None
+            given = (x, weight, number, eps_tensor)
+            made = self.write(exact_ops.rms_norm, given, norm)
             rstd = self.write(operator.getitem, (made, 1), norm)
             y = self._flat(self.write(operator.getitem, (made, 0), norm), norm)
             return self._normed(node, x, rstd, weight, y, total)

@@ -47,11 +47,13 @@ class RmsNorm:
 
     def origin(self) -> dict[str, Any]:
         """The metadata of what a fused operator replaces, by role."""
-        exact = self.exact or self.rstd is None
+        shift = self.wide
+        if self.rstd is not None and not self.exact:
+            shift = self.rstd.all_input_nodes[0]
         return {
             "norm": kept_meta(self.result),
             "add": kept_meta(self.x),
-            "shift": kept_meta(self.wide if exact else self.rstd.args[0]),
+            "shift": kept_meta(shift),
             EXACT: self.exact,
         }
 
@@ -141,9 +143,9 @@ def _exact_norm(result: Node) -> RmsNorm | None:
     node: Any = result.args[0]
     if result.args[1] != 0:
         return None
-    x, weight, eps = node.args
+    x, weight, *eps = node.args
     rstd = next((user for user in node.users if user.args[1] == 1), None)
-    return RmsNorm(result, x, _terms(x), weight, eps, rstd, node, True)
+    return RmsNorm(result, x, _terms(x), weight, eps[eps[0] is None], rstd, node, True)
 
 
 def _terms(x: Node) -> tuple[Node, Node] | None:

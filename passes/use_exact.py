@@ -51,7 +51,7 @@ def use_exact(context: Context) -> int:
         gated = None if rotation or norm else match_gated(node)
         if rotation is not None:
             _rotate(context, rotation)
-        elif norm is not None and isinstance(norm.eps, float):
+        elif norm is not None:
             _norm(context, norm)
         elif gated is not None:
             _gate(context, gated)
@@ -91,7 +91,8 @@ def _norm(context: Context, norm: RmsNorm) -> None:
     assert norm.rstd is not None
     nodes = chain(result, [norm.x, norm.weight, norm.rstd])
     with graph.inserting_before(norm.wide):
-        args = (norm.x, norm.weight, norm.eps)
+        eps = (None, norm.eps) if isinstance(norm.eps, Node) else (norm.eps, None)
+        args = (norm.x, norm.weight, *eps)
         node = emit(graph, exact_ops.rms_norm, args, result)
         y = emit_item(graph, node, 0, result)
         rstd = emit_item(graph, node, 1, norm.rstd)

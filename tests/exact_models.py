@@ -1,6 +1,7 @@
 """A tiny model in exact mode: a trainer, its rollout model, and how both are run."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers import (
 from jetrl_compile.exact_attention import use_exact_attention
 from jetrl_compile.examples.sampling import cache_argument, position_ids
 from jetrl_compile.kernels import exact_ops
+from jetrl_compile.layers import compile_layers
 from jetrl_compile.rollout import make_rollout_model
 
 VOCABULARY = 256
@@ -71,12 +73,27 @@ def make_pair(kind: str = "llama") -> tuple[Any, Any]:
     return trainer, make_rollout_model(trainer)
 
 
-def compiled(model: nn.Module, phase: str, **options: Any) -> Any:
-    """A model compiled whole, for any batch and length."""
+def compiled(model: Any, phase: str, **options: Any) -> Any:
+    """A copy of a model on the same weights, compiled a layer at a time."""
     given = {"lowering": "aot", "exact": True, "phase": phase, **options}
-    return torch.compile(
-        model, backend="jetrl", fullgraph=True, dynamic=True, options=given
+    twin = copy.deepcopy(model, {id(t): t for t in _tensors(model)})
+    compile_layers(twin, **given)
+    return twin
+
+
+def compiled_whole(model: nn.Module, phase: str, **options: Any) -> Any:
+    """A model compiled whole; its floats are constants."""
+    given = {"lowering": "aot", "exact": True, "phase": phase, **options}
+    called: Any = torch.compile(
+        model, backend="jetrl", fullgraph=True, options=given
     )
+    config: Any = torch._dynamo.config
+    return config.patch(specialize_float=True)(called)
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
 
 
 def trainer_log_probs(

@@ -44,9 +44,9 @@ def subsets(total: int) -> list[Tensor]:
 @pytest.mark.parametrize("cols", [64, 128, HIDDEN])
 def test_rms_norm_of_a_row_is_the_same_in_every_batch(cols: int) -> None:
     x, weight = normal(100, cols), normal(cols, seed=1)
-    y, rstd = exact_ops.rms_norm(x, weight, 1e-6)
+    y, rstd = exact_ops.rms_norm(x, weight, 1e-6, None)
     for index in subsets(100):
-        part, factor = exact_ops.rms_norm(x[index], weight, 1e-6)
+        part, factor = exact_ops.rms_norm(x[index], weight, 1e-6, None)
         assert torch.equal(part, y[index])
         assert torch.equal(factor, rstd[index])
 
@@ -159,7 +159,9 @@ def test_gradients() -> None:
     def norm(x: Tensor, w: Tensor) -> Tensor:
         return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
 
-    check_gradients(lambda a, b: exact_ops.rms_norm(a, b, 1e-6)[0], norm, x, weight)
+    check_gradients(
+        lambda a, b: exact_ops.rms_norm(a, b, 1e-6, None)[0], norm, x, weight
+    )
     up = normal(3, 9, 64, seed=2)
     check_gradients(
         exact_ops.silu_mul, lambda a, b: torch.nn.functional.silu(a) * b, x, up
@@ -188,7 +190,7 @@ def test_gradients() -> None:
 def test_registration() -> None:
     x, w = normal(4, 64), normal(64, seed=1)
     cases: list[tuple[Any, tuple[Any, ...]]] = [
-        (exact_ops.rms_norm, (x, w, 1e-6)),
+        (exact_ops.rms_norm, (x, w, 1e-6, None)),
         (exact_ops.silu_mul, (x, x)),
         (exact_ops.rope, (x, x, x)),
         (exact_ops.bf16_gemm, (x, x, GEMM)),
@@ -201,7 +203,7 @@ def test_registration() -> None:
 def test_what_is_refused() -> None:
     x = normal(4, 64)
     with pytest.raises(PrecisionFlowError, match="exact mode needs BF16"):
-        exact_ops.rms_norm(x.float(), x[0], 1e-6)
+        exact_ops.rms_norm(x.float(), x[0], 1e-6, None)
     with pytest.raises(PrecisionFlowError, match="last dimensions need to be equal"):
         exact_ops.bf16_gemm(x, x[:, :32], GEMM)
     with pytest.raises(PrecisionFlowError, match="temperature 0; it needs to be above"):
@@ -216,7 +218,7 @@ def test_norm_is_what_the_fused_kernel_quantizes(cols: int) -> None:
     from jetrl_compile.kernels import triton_norm
 
     x, weight = normal(300, cols), normal(cols, seed=1)
-    y, rstd = exact_ops.rms_norm(x, weight, 1e-6)
+    y, rstd = exact_ops.rms_norm(x, weight, 1e-6, None)
     kept = torch.empty_like(x)
     made = triton_norm.rms_norm_quantize(
         x, None, weight, 1e-6, 1, 128, -1, 0, "fp32", 1e-10, kept
