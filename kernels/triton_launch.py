@@ -22,6 +22,8 @@ ANY_VALUE = [
     "scale_stride_x",
     "gate_scale_stride",
     "up_scale_stride",
+    "next_rows",
+    "work",
 ]
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from jetrl_compile.errors import ProviderError
 from jetrl_compile.formats import AMAX_FLOOR, short_name
 from jetrl_compile.granularity import BLOCK_128X128, GROUP_1X128, Granularity
+from jetrl_compile.kernels.bring_ahead import brought
 from jetrl_compile.kernels.launch_recorder import launch_kernel
 from jetrl_compile.kernels.layouts import empty_quantized
 from jetrl_compile.kernels.triton_common import (
@@ -243,9 +244,9 @@ def _launch_rows(
     rows, cols = x.shape
     # A warp has two rows at a time. Few rows (decoding): more programs.
     height, warps = (32, 4) if rows > 16 else (4, 1)
-    launch_kernel(
-        rows_kernel, (-(-cols // SIDE) * -(-rows // height),), overlaps(x.device)
-    )(
+    work = -(-cols // SIDE) * -(-rows // height)
+    ahead = brought(rows)
+    launch_kernel(rows_kernel, (work + ahead.programs,), overlaps(x.device))(
         x,
         x.stride(0),
         codes,
@@ -254,10 +255,15 @@ def _launch_rows(
         scales.stride(1),
         rows,
         cols,
+        ahead.matrix,
+        ahead.rows,
+        ahead.stride,
+        work,
         FLOOR=amax_floor,
         UE8M0=ue8m0,
         EVEN=cols % SIDE == 0,
         HEIGHT=height,
+        NEXT_LINES=ahead.lines,
         num_warps=warps,
     )
 

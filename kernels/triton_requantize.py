@@ -17,16 +17,15 @@ from jetrl_compile.kernels.launch_recorder import launch_kernel
 from jetrl_compile.kernels.layouts import E4M3, empty_quantized
 from jetrl_compile.kernels.triton_common import (
     absmax,
-    after_the_last_kernel,
     cannot_run,
     decode,
     encode_words_fp32,
     jit,
-    prefetch,
     region_scale,
     tl,
 )
 from jetrl_compile.kernels.triton_device import multiprocessors, on_device, overlaps
+from jetrl_compile.kernels.triton_overlap import after_the_last_kernel, prefetch
 from jetrl_compile.kernels.triton_quantize import REGIONS, SIDE
 from jetrl_compile.kernels.triton_quantize_kernels import ANY_VALUE
 

@@ -6,13 +6,13 @@ The rounding points are those of `reference_fused`.
 
 from functools import partial
 
-from jetrl_compile.kernels.triton_common import (
-    INTERPRETED,
-    after_the_last_kernel,
-    jit,
-    tl,
-)
+from jetrl_compile.kernels.triton_common import jit, tl
 from jetrl_compile.kernels.triton_launch import kernel
+from jetrl_compile.kernels.triton_overlap import (
+    after_the_last_kernel,
+    bring,
+    let_the_next_get_ready,
+)
 from jetrl_compile.kernels.triton_quads import (
     WIDTH,
     load_codes,
@@ -20,55 +20,12 @@ from jetrl_compile.kernels.triton_quads import (
     store_quad,
     tile_origin,
 )
+from jetrl_compile.kernels.triton_silu_math import silu_mul, silu_mul_backward
 from jetrl_compile.kernels.triton_tiles import (
     quantize_quad,
     quantize_turned,
     quantize_twice,
 )
-from jetrl_compile.kernels.triton_words import high, low, multiply, pack
-
-
-@jit
-def _sigmoid(gate: tl.tensor) -> tl.tensor:
-    """1 / (1 + exp(-gate)) in FP32; on a GPU 0 below gate = -87."""
-    if INTERPRETED:
-        return 1.0 / (tl.exp(-gate) + 1.0)
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .f32 power;
-        mul.f32 power, $1, 0fBFB8AA3B;  // -log2(e)
-        ex2.approx.ftz.f32 power, power;
-        add.f32 power, power, 0f3F800000;
-        rcp.approx.ftz.f32 $0, power;
-        }
-        """,
-        "=f,f",
-        [gate],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@jit
-def _silu_mul(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
-    """Return silu(gate) * up of words, rounded to BF16 after each step."""
-    g0, g1 = low(gate), high(gate)
-    return multiply(pack(g0 * _sigmoid(g0), g1 * _sigmoid(g1)), up)
-
-
-@jit
-def _backward(dy: tl.tensor, gate: tl.tensor, up: tl.tensor) -> tl.tensor:
-    """Return what `_silu_mul` returns, and the gradients for gate and up, in words."""
-    g0, g1 = low(gate), high(gate)
-    s0, s1 = _sigmoid(g0), _sigmoid(g1)
-    silu, outer = pack(g0 * s0, g1 * s1), multiply(dy, up)
-    dgate = pack(
-        low(outer) * s0 * (g0 * (1.0 - s0) + 1.0),
-        high(outer) * s1 * (g1 * (1.0 - s1) + 1.0),
-    )
-    return multiply(silu, up), dgate, multiply(dy, silu)
 
 
 @kernel
@@ -88,23 +45,34 @@ def forward_kernel(
     scale_stride: tl.tensor,
     code_stride_t: tl.tensor,
     scale_stride_t: tl.tensor,
+    next_weight: tl.tensor,
+    next_rows: tl.tensor,
+    next_stride: tl.tensor,
+    work: tl.tensor,
     QUARTER: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_T: tl.constexpr,
     FULL: tl.constexpr,
     FLOOR: tl.constexpr,
     UE8M0: tl.constexpr,
+    NEXT_LINES: tl.constexpr,
 ) -> None:
     """Run `triton_silu.silu_mul_quantize` on a tile."""
+    if next_weight is not None:
+        added = tl.program_id(0) - work
+        if added >= 0:
+            let_the_next_get_ready()
+            bring(next_weight, added, next_rows, next_stride, NEXT_LINES)
+            return
     after_the_last_kernel()
     row, col = tile_origin(tl.program_id(0), cols, QUARTER)
     g = load_quad(gate, row, col, rows, cols, gate_stride, QUARTER, FULL)
     u = load_quad(up, row, col, rows, cols, up_stride, QUARTER, FULL)
     y = (
-        _silu_mul(g[0], u[0]),
-        _silu_mul(g[1], u[1]),
-        _silu_mul(g[2], u[2]),
-        _silu_mul(g[3], u[3]),
+        silu_mul(g[0], u[0]),
+        silu_mul(g[1], u[1]),
+        silu_mul(g[2], u[2]),
+        silu_mul(g[3], u[3]),
     )
     if kept is not None:
         store_quad(y, kept, row, col, rows, cols, cols, QUARTER)
@@ -220,10 +188,10 @@ def _backward_tile(
         up, up_scales, row, col, rows, cols, up_stride, up_scale_stride, QUARTER, FULL
     )
     d = load_quad(dy, row, col, rows, cols, dy_stride, QUARTER, FULL)
-    y0, dgate0, dup0 = _backward(d[0], g[0], u[0])
-    y1, dgate1, dup1 = _backward(d[1], g[1], u[1])
-    y2, dgate2, dup2 = _backward(d[2], g[2], u[2])
-    y3, dgate3, dup3 = _backward(d[3], g[3], u[3])
+    y0, dgate0, dup0 = silu_mul_backward(d[0], g[0], u[0])
+    y1, dgate1, dup1 = silu_mul_backward(d[1], g[1], u[1])
+    y2, dgate2, dup2 = silu_mul_backward(d[2], g[2], u[2])
+    y3, dgate3, dup3 = silu_mul_backward(d[3], g[3], u[3])
     y = (y0, y1, y2, y3)
     if kept_x is not None:
         store_quad(y, kept_x, row, col, rows, cols, cols, QUARTER)

@@ -18,6 +18,7 @@ from jetrl_compile.capture import PlaceholderInfo, capture
 from jetrl_compile.captured_graph import CapturedGraph
 from jetrl_compile.errors import LoweringError
 from jetrl_compile.formats import Flow
+from jetrl_compile.integrations.vllm.bring_weights import bring_weights
 from jetrl_compile.integrations.vllm.graph_reading import EngineContext, infos_by_reader
 from jetrl_compile.integrations.vllm.settings import Reports, Settings
 from jetrl_compile.integrations.vllm.sharding import WholeShapes
@@ -51,6 +52,7 @@ class EnginePass(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         """Rewrite a graph in place."""
         self.reports.append(run_passes(graph, self.settings))
+        finish(graph, self.settings)
 
     def uuid(self) -> Any:
         """Identify the pass for compile caches: its sources and settings."""
@@ -63,7 +65,15 @@ def identity(settings: Settings) -> str:
     Args:
         settings: Of the engine.
     """
-    return f"jetrl {source_hash()} {settings.recipe!r} {settings.fuse}"
+    return (
+        f"jetrl {source_hash()} {settings.recipe!r} {settings.fuse} {settings.prefetch}"
+    )
+
+
+def finish(graph: Graph, settings: Settings) -> None:
+    """Do what leaves the precision flow alone, once a graph has been read."""
+    if settings.prefetch:
+        bring_weights(graph)
 
 
 def run_passes(

@@ -9,7 +9,7 @@ from jetrl_compile.errors import RecipeError
 from jetrl_compile.kernels.dispatch import get_provider
 from jetrl_compile.recipe import Recipe, get_recipe
 
-KEYS = ("recipe", "providers", "fuse")
+KEYS = ("recipe", "providers", "fuse", "prefetch")
 
 
 class Reports(list[Any]):
@@ -27,12 +27,14 @@ class Settings:
         recipe: The recipe.
         providers: GEMM providers, the preferred one first; None: by device.
         fuse: Whether the quantizers are fused into norms and activations.
+        prefetch: Whether quantizers bring the next weight into the L2 cache.
         dummy: Whether the engine fills its weights with random numbers.
     """
 
     recipe: Recipe
     providers: tuple[str, ...] | None = None
     fuse: bool = True
+    prefetch: bool = False
     dummy: bool = False
 
 
@@ -67,5 +69,6 @@ def read_settings(given: Mapping[str, Any], engine: Any) -> Settings:
         recipe=get_recipe(chosen.get("recipe", "jetrl")),
         providers=names,
         fuse=bool(chosen.get("fuse", True)),
+        prefetch=bool(chosen.get("prefetch", False)),
         dummy=str(getattr(engine.load_config, "load_format", "")) == "dummy",
     )

@@ -14,7 +14,12 @@ from torch.fx import Graph, GraphModule
 from jetrl_compile.capture import PlaceholderInfo
 from jetrl_compile.errors import LoweringError
 from jetrl_compile.graph_inputs import match_placeholders, placeholder_infos
-from jetrl_compile.integrations.vllm.compile_pass import HOOK, identity, run_passes
+from jetrl_compile.integrations.vllm.compile_pass import (
+    HOOK,
+    finish,
+    identity,
+    run_passes,
+)
 from jetrl_compile.integrations.vllm.settings import Reports, Settings
 from jetrl_compile.integrations.vllm.spelling import functionalize_norms
 
@@ -54,6 +59,7 @@ class WholeGraphPass(CustomGraphPass):
         """Rewrite the graph in place."""
         placeholders = match_placeholders(graph, self.infos, self.shapes)
         self.reports.append(run_passes(graph, self.settings, placeholders))
+        finish(graph, self.settings)
 
     def uuid(self) -> Any:
         """Identify the pass for compile caches."""
