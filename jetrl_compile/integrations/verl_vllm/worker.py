@@ -18,6 +18,8 @@ from jetrl_compile.integrations.vllm.sync_digests import (
 )
 from jetrl_compile.integrations.vllm.sync_receiver import SyncReceiver
 
+_LOGITS = "compute_logits"
+
 
 class WorkerExtension(vLLMColocateWorkerExtension):  # type: ignore[misc,unused-ignore]
     """verl's extension, with syncs that are whole or refused, and their digests."""
@@ -26,8 +28,18 @@ class WorkerExtension(vLLMColocateWorkerExtension):  # type: ignore[misc,unused-
     jetrl_syncs: SyncReceiver | None = None
 
     def jetrl_graph(self) -> str:
-        """Return the precision graph of the live model, as JSON."""
-        return graph_document(self._jetrl_model)
+        """Return the precision graph of the live model, as JSON.
+
+        verl masks the logits of tokens that the tokenizer does not have by a method of
+        its own on the model; the graph is of the model's own logits.
+        """
+        model = self._jetrl_model
+        masking = vars(model).pop(_LOGITS, None)
+        try:
+            return graph_document(model)
+        finally:
+            if masking is not None:
+                setattr(model, _LOGITS, masking)
 
     def jetrl_layout(self) -> str:
         """Return what this rank stores, as JSON."""
