@@ -133,18 +133,17 @@ def main(
             except Failed as error:
                 typer.echo(str(error))
                 ready.remove(worker)
-        for _ in range(rounds):
+        found = {"model": model, "layers": config.num_hidden_layers, "tokens": tokens}
+        for done in range(1, rounds + 1):
             for count in sequences:
                 for worker in ready:
-                    found = worker.ask(count, tokens)
-                    samples.setdefault(worker.name, {}).setdefault(count, []).append(
-                        found
-                    )
+                    own = samples.setdefault(worker.name, {}).setdefault(count, [])
+                    own.append(worker.ask(count, tokens))
+            # After each round: what was measured stays if the next one fails.
+            output.write_text(json.dumps({**found, "samples": samples}))
+            typer.echo(f"{done} of {rounds} rounds\n{table(samples, sequences)}")
         for worker in workers:
             worker.stop()
-    found = {"model": model, "layers": config.num_hidden_layers, "tokens": tokens}
-    output.write_text(json.dumps({**found, "samples": samples}))
-    typer.echo(table(samples, sequences))
 
 
 def table(
