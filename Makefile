@@ -42,7 +42,8 @@ pytest: $(VENV)/.dev $(VENV)/.browser
 test-verl: $(VENV)/verl/.ready
 	@if test -s $<; then cat $< >&2; else OMP_NUM_THREADS=1 $(VENV)/verl/bin/python \
 	  -m pytest -n 2 --dist loadfile tests/integrations/test_verl_engine.py \
-	  tests/integrations/test_verl_grpo.py $(ARGS); fi
+	  tests/integrations/test_verl_vllm.py tests/integrations/test_verl_grpo.py \
+	  $(ARGS); fi
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/pytest -m gpu $(ARGS)

@@ -179,6 +179,25 @@ def stored_digests(rollout: nn.Module) -> dict[str, str]:
     return made.result()
 
 
+def merge_ranks(
+    ranks: Iterable[Mapping[str, str]], wanted: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the digests of all ranks of a rollout as one.
+
+    Where ranks store the same tensor, a wrong one is kept.
+
+    Args:
+        ranks: The digests of each rank.
+        wanted: Of the trainer.
+    """
+    stored: dict[str, str] = {}
+    for rank in ranks:
+        for key, found in rank.items():
+            if stored.get(key) in (None, wanted.get(key)):
+                stored[key] = found
+    return stored
+
+
 def compare_digests(
     stored: Mapping[str, str], wanted: Mapping[str, str], layers: Iterable[str]
 ) -> tuple[LevelResult, list[Difference]]:

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from jetrl_compile.containment import ContainmentReport, check_containment
-from jetrl_compile.digests import Digests, Shard, StoredLayer, compare_digests
+from jetrl_compile.digests import (
+    Digests,
+    Shard,
+    StoredLayer,
+    compare_digests,
+    merge_ranks,
+)
 from jetrl_compile.errors import ContainmentError, ModelError, OutputError
 from jetrl_compile.files import write_text
 from jetrl_compile.graph_json import write_graph
@@ -163,12 +169,7 @@ class WeightSync:
                 "a rollout was checked after an incomplete weight sync; send all "
                 "weights first"
             )
-        stored: dict[str, str] = {}
-        for rank in ranks:
-            for key, found in rank.items():
-                # Where ranks store the same tensor, a wrong one is kept.
-                if stored.get(key) in (None, self._wanted.get(key)):
-                    stored[key] = found
+        stored = merge_ranks(ranks, self._wanted)
         result, differences = compare_digests(stored, self._wanted, self.layers)
         if self.report is None:  # levels 1 and 2 were not asked for
             self.report = check_containment(self.train, self.train)

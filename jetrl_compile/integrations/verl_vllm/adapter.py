@@ -5,13 +5,10 @@ that of the replica's first rank, asks for graphs, layouts and digests of all ra
 """
 
 import json
-from collections.abc import Iterable
 from typing import Any
 
-import torch
 from verl.workers.rollout.vllm_rollout import ServerAdapter as VerlAdapter
 
-from jetrl_compile.digests import Shard
 from jetrl_compile.errors import ModelError
 from jetrl_compile.graph_json import graph_from_json
 from jetrl_compile.integrations.verl.settings import Settings, read_settings
@@ -22,6 +19,7 @@ from jetrl_compile.integrations.verl.sync import (
 )
 from jetrl_compile.integrations.verl_vllm.config import runs_jetrl
 from jetrl_compile.integrations.vllm.engine import on_device
+from jetrl_compile.integrations.vllm.sync_digests import read_layouts
 from jetrl_compile.kernels.dispatch import default_providers
 
 
@@ -102,8 +100,7 @@ class ServerAdapter(VerlAdapter):  # type: ignore[misc,unused-ignore]
                 train = on_device(sync.train, device, providers)
                 sync.check_graph(live, where, train)
         if self.settings.level >= 3 and not self._knows_layout:
-            layouts = [json.loads(each) for each in await self._ask("jetrl_layout")]
-            shards, unchecked = wanted_shards(layouts)
+            shards, unchecked = read_layouts(await self._ask("jetrl_layout"))
             sync.expect(shards, unchecked=unchecked)
             self._knows_layout = True
 
@@ -134,21 +131,3 @@ def _check(rollout: Any, settings: Settings) -> None:
             "be; set actor_rollout_ref.rollout.checkpoint_engine.backend=naive, or "
             "jetrl_level=0"
         )
-
-
-def wanted_shards(
-    layouts: Iterable[dict[str, Any]],
-) -> tuple[dict[str, list[tuple[Shard, torch.dtype]]], tuple[str, ...]]:
-    """Return what ranks store, by tensor, and the paths that are not known.
-
-    Args:
-        layouts: Of each rank.
-    """
-    shards: dict[str, dict[tuple[Shard, torch.dtype], None]] = {}
-    unchecked: dict[str, None] = {}
-    for layout in layouts:
-        for name, dtype, bounds in layout["shards"]:
-            shard = Shard(name, tuple((low, high) for low, high in bounds))
-            shards.setdefault(name, {})[shard, getattr(torch, dtype)] = None
-        unchecked |= dict.fromkeys(layout["unchecked"])
-    return {name: list(found) for name, found in shards.items()}, tuple(unchecked)

@@ -15,12 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from jetrl_compile.containment import Difference, LevelResult
-from jetrl_compile.digests import Digests, Shard, StoredLayer, compare_digests
+from jetrl_compile.digests import (
+    Digests,
+    StoredLayer,
+    compare_digests,
+    merge_ranks,
+)
 from jetrl_compile.errors import RefitError
 from jetrl_compile.integrations.vllm.refit import begin_push, end_push, push_some
 from jetrl_compile.integrations.vllm.sync_digests import (
     digest_document,
     layout_document,
+    read_layouts,
 )
 from jetrl_compile.precision_graph import PrecisionGraph
 
@@ -125,12 +131,7 @@ def check_ranks(
         The result of level 3, and a difference for each tensor that is not what the
         trainer's weights give.
     """
-    shards: dict[str, dict[str, tuple[Shard, torch.dtype]]] = {}
-    for text in llm.apply_model(layout_document):
-        for name, dtype, bounds in json.loads(text)["shards"]:
-            shard = Shard(name, tuple((low, high) for low, high in bounds))
-            own: torch.dtype = getattr(torch, dtype)
-            shards.setdefault(name, {})[shard.key] = (shard, own)
+    shards, _ = read_layouts(llm.apply_model(layout_document))
     layers = {
         op.module: StoredLayer(live.operands[op.name]["w"].flow, False)
         for op in live.gemms("fprop")
@@ -144,13 +145,8 @@ def check_ranks(
             codes, scales = layers[path].quantize(master.detach())
             tensors = {name: codes, f"{path}.{layers[path].scale_leaf}": scales}
         for each, tensor in tensors.items():
-            for key, (shard, dtype) in shards.get(each, {}).items():
-                made.add(key, shard.of(tensor).to(dtype))
+            for shard, dtype in shards.get(each, ()):
+                made.add(shard.key, shard.of(tensor).to(dtype))
     wanted = made.result()
-    stored: dict[str, str] = {}
-    for text in llm.apply_model(digest_document):
-        for key, found in json.loads(text).items():
-            # Where ranks store the same tensor, a wrong one is kept.
-            if stored.get(key) in (None, wanted.get(key)):
-                stored[key] = found
+    stored = merge_ranks(map(json.loads, llm.apply_model(digest_document)), wanted)
     return compare_digests(stored, wanted, layers)

@@ -5,7 +5,9 @@ The trainer asks for the layouts first, and makes the digests of the same shards
 """
 
 import json
+from collections.abc import Iterable
 
+import torch
 from torch import nn
 
 from jetrl_compile.digests import Shard, digests
@@ -23,6 +25,25 @@ def layout_document(model: nn.Module) -> str:
         for item in stored_tensors(model)
     ]
     return json.dumps({"shards": shards, "unchecked": expert_paths(model)})
+
+
+def read_layouts(
+    documents: Iterable[str],
+) -> tuple[dict[str, list[tuple[Shard, torch.dtype]]], tuple[str, ...]]:
+    """Return the shards that ranks store, by tensor, and paths without digests.
+
+    Args:
+        documents: The `layout_document` of each rank.
+    """
+    shards: dict[str, dict[tuple[Shard, torch.dtype], None]] = {}
+    unchecked: dict[str, None] = {}
+    for document in documents:
+        layout = json.loads(document)
+        for name, dtype, bounds in layout["shards"]:
+            shard = Shard(name, tuple((low, high) for low, high in bounds))
+            shards.setdefault(name, {})[shard, getattr(torch, dtype)] = None
+        unchecked |= dict.fromkeys(layout["unchecked"])
+    return {name: list(found) for name, found in shards.items()}, tuple(unchecked)
 
 
 def digest_document(model: nn.Module) -> str:

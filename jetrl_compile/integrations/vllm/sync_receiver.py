@@ -57,7 +57,7 @@ class SyncReceiver:
         self.step, self.failure = step, None
         for known in (self._seen, self._codes, self._scales):
             known.clear()
-        self.state.pushing = f"the weight sync of step {step} was not finished"
+        self.state.begin(f"the weight sync of step {step} was not finished")
 
     def take(self, weights: Iterable[Named]) -> list[Named]:
         """Write codes and scales of a bucket; return the other tensors of it.

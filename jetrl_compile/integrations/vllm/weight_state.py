@@ -41,6 +41,15 @@ class WeightState:
         self.layers[layout.name] = layout
         self._parts.update(part.name for part in layout.parts)
 
+    def begin(self, why: str) -> None:
+        """Begin a push of all weights: what an earlier one wrote no longer counts.
+
+        Args:
+            why: Why the model must not generate until `pushing` is "" again.
+        """
+        self.pushing = why
+        self._written, self._scales = {}, {}
+
     def is_loaded(self, part: Part) -> bool:
         """Whether a part has been stored before, so that another weight is a push."""
         return part.name in self._stored
