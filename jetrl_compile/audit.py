@@ -15,6 +15,7 @@ from jetrl_compile.containment import (
     LevelResult,
     check_containment,
 )
+from jetrl_compile.decode_audit import Decoded, decode, parting
 from jetrl_compile.errors import LoweringError, ModelError
 from jetrl_compile.layers import compile_layers, decoder_layers
 from jetrl_compile.mismatch import TensorGap, operator_gaps
@@ -40,6 +41,7 @@ class Audit:
         stored: How much of each tensor that the rollout model stores is not what the
             trainer's weights give (level 3).
         operators: How much of each operator's value differs, in execution order.
+        equal: The share of tokens, 0 to 1, whose log-probs are equal in bits.
     """
 
     report: ContainmentReport
@@ -48,6 +50,7 @@ class Audit:
     log_prob_gap: Tensor
     stored: tuple[TensorGap, ...] = ()
     operators: tuple[TensorGap, ...] = ()
+    equal: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ def audit(
     tolerance: float = 0.0,
     providers: tuple[str, ...] | None = None,
     progress: Progress | None = None,
+    exact: bool = False,
 ) -> Audit:
     """Check a rollout model against the trainer that it was made from.
 
@@ -85,6 +89,8 @@ def audit(
             bits.
         providers: GEMM providers, the preferred one first; None: by device.
         progress: Called with a line before each step.
+        exact: Check exact mode: kernels too (`check_containment`), and the rollout
+            model decodes token by token, with a cache, half of each sequence.
 
     Raises:
         ModelError: A model cannot be run on the tokens, or the pair does not match.
@@ -96,37 +102,47 @@ def audit(
         inputs["attention_mask"] = attention_mask
     if position_ids is not None:
         inputs["position_ids"] = position_ids
-    options = {"recipe": chosen, "providers": providers}
+    options = {"recipe": chosen, "providers": providers, "exact": exact}
     say("running the training graph")
     train = _run(trainer, inputs, {**options, "phase": "train"})
     say("running the rollout graph")
     roll = _run(rollout, inputs, {**options, "phase": "rollout"})
     say("comparing structure and flow")
-    report = check_containment(roll.graph, train.graph)
+    report = check_containment(roll.graph, train.graph, exact=exact)
     say("comparing the bytes of the weights")
     result, differences, stored = compare_bytes(trainer, rollout)
     report = report.with_level(result, differences)
     say("comparing log-probs")
-    gap = _gap(roll.logits, train.logits, input_ids, attention_mask)
-    report = report.with_level(*_check_logits(train, roll, gap, tolerance, report))
+    if exact:
+        say("decoding with the rollout model")
+        decoded = decode(rollout, inputs, options)
+        gap = _gap(decoded.logits, train.logits, input_ids, attention_mask)
+        level = _check_decoded(train, decoded, gap, report)
+    else:
+        gap = _gap(roll.logits, train.logits, input_ids, attention_mask)
+        level = _check_logits(train, roll, gap, tolerance, report)
+    report = report.with_level(*level)
     order = [op.name for op in train.graph.operators if op.phase == "forward"]
     operators = operator_gaps(order, train.values, roll.values)
-    return Audit(report, train.graph, roll.graph, gap, stored, operators)
+    equal = _equal_share(gap, attention_mask)
+    return Audit(report, train.graph, roll.graph, gap, stored, operators, equal)
 
 
 def _run(model: nn.Module, inputs: dict[str, Tensor], options: dict[str, Any]) -> _Run:
     """Run a model through the passes, recording every operator.
 
     A model whose FP8 GEMMs are all in its decoder layers is compiled a layer at a time,
-    as in training, any other one whole.
+    as in training; any other one, and an exact one, whole.
     """
-    traced = trace_model(
-        model,
-        phase=options["phase"],
-        recipe=options["recipe"],
-        providers=options["providers"] or ("reference",),
-    )
-    layers = _layers_with_fp8(model, traced)
+    traced, layers = None, {}
+    if not options["exact"]:
+        traced = trace_model(
+            model,
+            phase=options["phase"],
+            recipe=options["recipe"],
+            providers=options["providers"] or ("reference",),
+        )
+        layers = _layers_with_fp8(model, traced)
     recorder = Recorder()
     reports: list[CompileReport] = []
     options = {
@@ -178,8 +194,11 @@ def _run(model: nn.Module, inputs: dict[str, Tensor], options: dict[str, Any]) -
             f"{type(model).__name__} ran without being compiled, so nothing is known "
             "of its precision; unset TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE"
         )
-    graph = _graph_that_ran(traced, reports) if layers else reports[0].graph
-    meta = {**graph.meta, "model": traced.meta["model"]}
+    graph = reports[0].graph
+    if layers and traced is not None:
+        graph = _graph_that_ran(traced, reports)
+    label = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    meta = {**graph.meta, "model": str(label)}
     values = _by_operator(graph, recorder.values)
     return _Run(logits, replace(graph, meta=meta), values)
 
@@ -242,6 +261,35 @@ def _gap(a: Tensor, b: Tensor, tokens: Tensor, mask: Tensor | None) -> Tensor:
     )
     gap = (left - right).abs()
     return gap if mask is None else gap * (mask[:, 1:] * mask[:, :-1]).to(gap.dtype)
+
+
+def _equal_share(gap: Tensor, mask: Tensor | None) -> float:
+    tokens = torch.ones_like(gap) if mask is None else mask[:, 1:] * mask[:, :-1]
+    total = float(tokens.sum())
+    return float(((gap == 0) * tokens).sum()) / total if total else 1.0
+
+
+def _check_decoded(
+    train: _Run, decoded: Decoded, gap: Tensor, report: ContainmentReport
+) -> tuple[LevelResult, list[Difference]]:
+    """Level 4 of exact mode: every token's log-prob is the trainer's, bit for bit."""
+    differs = ~(gap == 0)  # NaN fails
+    counts = {"tokens": gap.numel(), "tokens that differ": int(differs.sum())}
+    found = parting(decoded, train.graph, train.values, differs)
+    if found is None:
+        return LevelResult(4, "passed", counts=counts), []
+    name, place = "output", "outside the recorded operators"
+    if found.operator is not None:
+        name, (*_, edge) = found.operator, _edge(train.graph, found.operator, report)
+        place = f"in its result (edge {edge})"
+    share = 100 * (1 - counts["tokens that differ"] / max(1, gap.numel()))
+    message = (
+        f"{name}: {share:.2f}% of {gap.numel()} log-probs are equal in bits; those of "
+        f"token {found.token + 1} of sequence {found.row} differ by "
+        f"{float(gap[found.row, found.token]):.3g} nats, and bits part first {place}"
+    )
+    difference = Difference(4, name, "values", None, None, message)
+    return LevelResult(4, "failed", counts=counts), [difference]
 
 
 def _check_logits(

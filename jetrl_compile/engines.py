@@ -27,11 +27,13 @@ class EngineAudit:
         log_prob_gap: |rollout - train| of each sampled token, (B, T), FP32, nats; NaN
             where a sequence is shorter.
         metrics: Mismatch metrics under verl's names.
+        equal: The share of sampled tokens, 0 to 1, whose log-probs are equal in bits.
     """
 
     report: ContainmentReport
     log_prob_gap: Tensor
     metrics: Mapping[str, float]
+    equal: float = 0.0
 
 
 def engine_names() -> Sequence[str]:

@@ -1,7 +1,7 @@
 """`jetrl audit`: check all four levels on a live trainer and rollout model."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -45,6 +45,14 @@ def command(
     tolerance: Annotated[
         float, typer.Option(min=0.0, help="Largest log-prob gap allowed, in nats.")
     ] = 0.0,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            help="Audit exact mode: decode token by token, and compare bits and "
+            "kernels.",
+        ),
+    ] = False,
     report_format: Annotated[
         ReportFormat, typer.Option("--format", "-f", help="How to report.")
     ] = ReportFormat.TEXT,
@@ -76,6 +84,7 @@ def command(
             length=length,
             seed=seed,
             tolerance=tolerance,
+            exact=exact,
         )
     with progress("loading") as step:
         import torch
@@ -87,6 +96,11 @@ def command(
         step(f"loading {trainer}")
         model = load_causal_model(trainer)
         source = model if rollout is None else load_causal_model(rollout)
+        if exact:
+            from jetrl_compile.exact_attention import use_exact_attention
+
+            for each in (model, source):
+                use_exact_attention(cast(Any, each))
         step("quantizing the rollout model's weights")
         pair = make_rollout_model(source, recipe)
         generator = torch.Generator().manual_seed(seed)
@@ -94,7 +108,13 @@ def command(
         vocabulary = int(causal.get_input_embeddings().weight.shape[0])
         tokens = torch.randint(vocabulary, (sequences, length), generator=generator)
         found = audit(
-            model, pair, tokens, recipe=recipe, tolerance=tolerance, progress=step
+            model,
+            pair,
+            tokens,
+            recipe=recipe,
+            tolerance=tolerance,
+            progress=step,
+            exact=exact,
         )
         if pictures is not None:
             from jetrl_compile.show.audit_files import write_audit
@@ -130,6 +150,7 @@ def _report(
         typer.echo(f"{found.report.verdict()}; the report is in {output}")
     if report_format is ReportFormat.TEXT and output is None:
         console().print(_gaps(found))
+        console().print(f"{100 * found.equal:.2f}% of log-probs are equal in bits")
     raise typer.Exit(found.report.exit_status)
 
 
