@@ -15,6 +15,11 @@ from jetrl_compile.kernels.provider_deep_gemm import DEEP_GEMM, library
 BF16_GEMMS = ("deep_gemm", "reference")
 """Providers of `bf16_gemm`, the one for GPUs first."""
 
+LOG_PROBS = ("aten", "blocks")
+"""Kernels of `log_probs`: PyTorch's log_softmax, as the sampler of vLLM's first model
+runner has it, and sums over blocks of 1024, as that of its second one. The same on a
+CPU."""
+
 
 def bf16_gemm_provider(device_type: str) -> str:
     """Return the provider of `bf16_gemm` on a device.
@@ -97,17 +102,34 @@ def bf16_gemm(x: Tensor, w: Tensor, provider: str) -> Tensor:
     return out
 
 
-def log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """Run `reference_exact.log_softmax`: PyTorch's kernel, on any device.
+def log_probs(
+    logits: Tensor, labels: Tensor, temperature: float, kernel: str
+) -> Tensor:
+    """Run `reference_exact.log_softmax` and choose the labels'.
+
+    Args:
+        logits: (..., V), BF16 or FP32.
+        labels: (...), int64.
+        temperature: Above 0.
+        kernel: One of `LOG_PROBS`.
 
     Raises:
-        PrecisionFlowError: On a GPU, V is no multiple of 4. There the order of a row's
-            sums depends on its address modulo 16 bytes.
+        PrecisionFlowError: The kernel is unknown; or on a GPU V is no multiple of 4,
+            and the order of a row's sums depends on its address modulo 16 bytes.
     """
+    if kernel not in LOG_PROBS:
+        raise PrecisionFlowError(
+            f"log_probs got the kernel {kernel!r}; use one of {', '.join(LOG_PROBS)}"
+        )
     if logits.is_cuda and logits.shape[-1] % 4:
         raise PrecisionFlowError(
             f"log_probs got a vocabulary of {logits.shape[-1]}; on a GPU it needs a "
             "multiple of 4, so that every row of logits begins at 16 bytes: pad the "
             "output head"
         )
-    return reference_exact.log_softmax(logits, temperature)
+    if kernel == "blocks" and _triton(logits, "log_probs"):
+        from jetrl_compile.kernels import triton_exact
+
+        return triton_exact.log_probs(logits, labels, temperature)
+    scores = reference_exact.log_softmax(logits, temperature)
+    return scores.gather(-1, labels.unsqueeze(-1)).squeeze(-1)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from jetrl_compile.errors import PrecisionFlowError
 from jetrl_compile.formats import short_name
-from jetrl_compile.kernels import exact_kernels
+from jetrl_compile.kernels import exact_kernels, reference_exact
 from jetrl_compile.kernels.op_definition import define, differentiate
 
 
@@ -97,16 +97,19 @@ def _fake_bf16_gemm(x: Tensor, w: Tensor, provider: str) -> Tensor:
     return torch.empty((x.shape[0], w.shape[0]), dtype=x.dtype, device=x.device)
 
 
-def _log_probs(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
+def _log_probs(
+    logits: Tensor, labels: Tensor, temperature: float, kernel: str
+) -> Tensor:
     if temperature <= 0:
         raise PrecisionFlowError(
             f"log_probs got the temperature {temperature:g}; it needs to be above 0"
         )
-    scores = exact_kernels.log_softmax(logits, temperature)
-    return scores.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return exact_kernels.log_probs(logits, labels, temperature, kernel)
 
 
-def _fake_log_probs(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
+def _fake_log_probs(
+    logits: Tensor, labels: Tensor, temperature: float, kernel: str
+) -> Tensor:
     return torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
 
 
@@ -124,7 +127,7 @@ bf16_gemm = define(
     "bf16_gemm(Tensor x, Tensor w, str provider) -> Tensor", _bf16_gemm, _fake_bf16_gemm
 )
 log_probs = define(
-    "log_probs(Tensor logits, Tensor labels, float temperature) -> Tensor",
+    "log_probs(Tensor logits, Tensor labels, float temperature, str kernel) -> Tensor",
     _log_probs,
     _fake_log_probs,
     repeats=False,
@@ -169,11 +172,11 @@ def _gemm_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 def _log_probs_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     logits, labels = ctx.saved_tensors
-    (temperature,) = ctx.rest
-    scores = exact_kernels.log_softmax(logits, temperature)
+    temperature, _ = ctx.rest
+    scores = reference_exact.log_softmax(logits, temperature)
     grad = scores.exp().mul_(-dy.unsqueeze(-1))
     grad.scatter_add_(-1, labels.unsqueeze(-1), dy.unsqueeze(-1))
-    return (grad / temperature).to(logits.dtype), None, None
+    return (grad / temperature).to(logits.dtype), None, None, None
 
 
 differentiate("rms_norm", _norm_backward, _keep_norm)

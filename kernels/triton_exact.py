@@ -12,6 +12,7 @@ from jetrl_compile.kernels.triton_common import rows_of
 from jetrl_compile.kernels.triton_device import on_device
 from jetrl_compile.kernels.triton_exact_kernels import (
     head_norm_kernel,
+    log_probs_kernel,
     rope_kernel,
     row_norm_kernel,
     silu_mul_kernel,
@@ -135,6 +136,32 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             num_warps=4,
         )
     return out
+
+
+def log_probs(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """Return the log-probs of labels, each row's sum in blocks of 1024.
+
+    Args:
+        logits: (..., V), BF16 or FP32.
+        labels: (...), int64.
+        temperature: Above 0.
+    """
+    flat, picked = rows_of(logits), labels.reshape(-1).contiguous()
+    out = torch.empty(picked.shape, dtype=torch.float32, device=logits.device)
+    if out.numel():
+        with on_device(logits):
+            launch_kernel(log_probs_kernel, (flat.shape[0],))(
+                out,
+                flat,
+                picked,
+                flat.stride(0),
+                temperature,
+                SIZE=flat.shape[1],
+                BLOCK=1024,
+                SCALED=temperature != 1.0,
+                num_warps=4,
+            )
+    return out.view(labels.shape)
 
 
 def _three_strides(x: Tensor) -> tuple[Tensor, tuple[int, int], tuple[int, ...]]:

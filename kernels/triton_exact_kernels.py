@@ -158,3 +158,37 @@ def silu_mul_kernel(
     u = tl.load(up + row * up_stride + col, mask=inside, other=0.0).to(tl.float32)
     silu = round_bf16(tl.div_rn(g, tl.exp(g * -1.0) + 1.0))
     tl.store(y + row * cols + col, round_bf16(silu * u).to(tl.bfloat16), mask=inside)
+
+
+@_kernel
+def log_probs_kernel(
+    out: tl.tensor,
+    logits: tl.tensor,
+    labels: tl.tensor,
+    stride: tl.tensor,
+    temperature: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCALED: tl.constexpr,
+) -> None:
+    """Compute a row's log-prob of its label: x - max - log(sum(exp(x - max)))."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    highest = float("-inf")
+    for start in range(0, SIZE, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + col, mask=col < SIZE, other=float("-inf")).to(tl.float32)
+        if SCALED:
+            x = x / temperature
+        highest = tl.max(tl.maximum(x, highest))
+    total = 0.0
+    for start in range(0, SIZE, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + col, mask=col < SIZE, other=0.0).to(tl.float32)
+        if SCALED:
+            x = x / temperature
+        total += tl.sum(tl.where(col < SIZE, tl.exp(x - highest), 0.0))
+    picked = tl.load(logits + tl.load(labels + row)).to(tl.float32)
+    if SCALED:
+        picked = picked / temperature
+    tl.store(out + row, picked - highest - tl.log(total))

@@ -84,9 +84,7 @@ def compiled(model: Any, phase: str, **options: Any) -> Any:
 def compiled_whole(model: nn.Module, phase: str, **options: Any) -> Any:
     """A model compiled whole; its floats are constants."""
     given = {"lowering": "aot", "exact": True, "phase": phase, **options}
-    called: Any = torch.compile(
-        model, backend="jetrl", fullgraph=True, options=given
-    )
+    called: Any = torch.compile(model, backend="jetrl", fullgraph=True, options=given)
     config: Any = torch._dynamo.config
     return config.patch(specialize_float=True)(called)
 
@@ -107,7 +105,9 @@ def trainer_log_probs(
         use_cache=False,
     )
     logits = out.logits[:, :-1].reshape(-1, VOCABULARY)
-    found: Tensor = exact_ops.log_probs(logits, tokens[:, 1:].flatten(), temperature)
+    found: Tensor = exact_ops.log_probs(
+        logits, tokens[:, 1:].flatten(), temperature, "aten"
+    )
     return found.view(tokens.shape[0], -1)
 
 
@@ -136,5 +136,7 @@ def rollout_log_probs(
         start = end
     assert start == tokens.shape[1]
     whole = torch.cat(logits, 1)[:, :-1].reshape(-1, VOCABULARY)
-    found: Tensor = exact_ops.log_probs(whole, tokens[:, 1:].flatten(), temperature)
+    found: Tensor = exact_ops.log_probs(
+        whole, tokens[:, 1:].flatten(), temperature, "aten"
+    )
     return found.view(tokens.shape[0], -1)

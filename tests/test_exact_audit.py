@@ -56,7 +56,8 @@ class OtherNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (wide * rstd * self.weight.float()).to(x.dtype)
+        result: Tensor = (wide * rstd * self.weight.float()).to(x.dtype)
+        return result
 
 
 class BatchedHead(nn.Module):
@@ -68,7 +69,8 @@ class BatchedHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.t().expand(x.shape[0], -1, -1)
-        return torch.bmm(x, weight)
+        result: Tensor = torch.bmm(x, weight)
+        return result
 
 
 class WideLayer(nn.Module):
