@@ -29,6 +29,29 @@ MADE = (  # modules that are imported from the stand-ins
 )
 
 
+class SamplingParams:
+    prompt_logprobs = None
+
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(given)
+
+
+CONTENTS: dict[str, dict[str, Any]] = {
+    "vllm": {"__version__": VERSION, "SamplingParams": SamplingParams},
+    "vllm.ir": {"enable_torch_wrap": contextlib.nullcontext},
+    "vllm.distributed": {"get_tensor_model_parallel_world_size": lambda: 1},
+    "vllm.model_executor.model_loader.utils": {
+        "process_weights_after_loading": lambda *_: None
+    },
+}
+_KNOWN = importlib.metadata.version
+
+
+def version(distribution_name: str) -> str:
+    """As importlib.metadata's, of an environment with vLLM."""
+    return VERSION if distribution_name == "vllm" else _KNOWN(distribution_name)
+
+
 class AnyModules(MetaPathFinder, Loader):
     """Every module of vLLM: packages whose names are classes without content."""
 
@@ -53,24 +76,9 @@ class AnyModules(MetaPathFinder, Loader):
 @contextlib.contextmanager
 def vllm_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let verl and this package find a vLLM without content."""
-    known = importlib.metadata.version
-
-    def version(name: str) -> str:
-        return VERSION if name == "vllm" else known(name)
-
-    finder = AnyModules(
-        {
-            "vllm": {"__version__": VERSION},
-            "vllm.ir": {"enable_torch_wrap": contextlib.nullcontext},
-            "vllm.distributed": {"get_tensor_model_parallel_world_size": lambda: 1},
-            "vllm.model_executor.model_loader.utils": {
-                "process_weights_after_loading": lambda *_: None
-            },
-        }
-    )
     with monkeypatch.context() as patched:
         patched.setattr(importlib.metadata, "version", version)
-        patched.setattr(sys, "meta_path", [finder, *sys.meta_path])
+        patched.setattr(sys, "meta_path", [AnyModules(CONTENTS), *sys.meta_path])
         patched.setattr(
             "ray.get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: "t")
         )

@@ -15,7 +15,8 @@ python=${PYTHON:-python} recipe=${RECIPE:-jetrl} ranks=${RANKS:-1} steps=${STEPS
 
 # The CPU platform and rollout, in every process of the run.
 export VERL_PLATFORM=cpu
-export VERL_USE_EXTERNAL_MODULES=jetrl_compile.integrations.verl_cpu
+modules=jetrl_compile.integrations.verl_cpu
+export VERL_USE_EXTERNAL_MODULES=$modules${VERL_USE_EXTERNAL_MODULES:+,$VERL_USE_EXTERNAL_MODULES}
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 export RAY_USAGE_STATS_ENABLED=0 RAY_DEDUP_LOGS=0 HYDRA_FULL_ERROR=1
 # A CPU worker compiles where it is: torch's pool of compile processes only costs memory.

@@ -79,6 +79,51 @@ def test_grpo(tmp_path: Path) -> None:
         assert [level.status for level in levels[:3]] == ["passed"] * 3
 
 
+def test_grpo_with_vllms_servers(tmp_path: Path) -> None:
+    """Two replicas of verl's vLLM rollout around a model of vLLM's shape."""
+    rollout, model = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+    tests = str(Path(__file__).parents[1])
+    environment = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]),
+        "VERL_USE_EXTERNAL_MODULES": "verl_fake_vllm",
+        "RANKS": str(RANKS),
+        "STEPS": str(STEPS),
+    }
+    done = subprocess.run(
+        [
+            "bash",
+            str(SCRIPT),
+            str(tmp_path / "run"),
+            f"{rollout}.name=vllm",
+            f"{rollout}.load_format=dummy",
+            f"{rollout}.free_cache_engine=True",
+            f"{model}.enable_gradient_checkpointing=False",
+            f"+{model}.override_config.jetrl_wire=fp8",
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log[-4000:]
+    steps = [line for line in log.splitlines() if re.search(r"step:\d+ - ", line)]
+    assert len(steps) == STEPS
+    for line in steps:
+        metrics = dict(re.findall(r"([\w/]+):([-+.\de]+)", line))
+        assert float(metrics["rollout_corr/k3_kl"]) < 1e-3, "attention is another"
+        assert float(metrics["actor/jetrl/contained"]) == 1
+        assert float(metrics["actor/jetrl/level_3_bytes"]) == 1
+    for rank in range(RANKS):
+        path = tmp_path / "run" / "reports" / f"containment-rank{rank}.json"
+        report = read_report(path)
+        assert [level.status for level in report.levels[:3]] == ["passed"] * 3
+        assert report.rollout_meta["engine"] == "vllm"
+
+
 @pytest.mark.parametrize("recipe", ["rollout_only", "bf16", "verl_fp8"])
 def test_verl_accepts_the_options_of_hopper(tmp_path: Path, recipe: str) -> None:
     # It registers the engine, and verl warns of what is not installed.
