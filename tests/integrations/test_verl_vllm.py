@@ -6,6 +6,7 @@ its worker.
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +130,6 @@ def test_first_sync_checks_levels_1_to_3(pair: Pair, folder: Path) -> None:
 def test_both_wires_give_equal_bytes(
     pair: Pair, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dataclasses import replace
-
     pair.push()
     bf16 = {n: p.clone() for n, p in pair.model.named_parameters()}
     logits, sent = pair.logits(), engine.sync.sent_bytes
@@ -207,8 +206,6 @@ def test_weights_written_elsewhere(pair: Pair) -> None:
 def test_warn_lets_it_generate(
     pair: Pair, engine: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    from dataclasses import replace
-
     settings = replace(engine.sync.settings, on_violation="warn")
     monkeypatch.setattr(engine.sync, "settings", settings)
     adapter = pair.push()
@@ -258,8 +255,6 @@ def test_a_sync_that_stops(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nan_is_refused_and_nobody_waits(
     pair: Pair, engine: Any, wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dataclasses import replace
-
     settings = replace(engine.sync.settings, wire=wire)
     monkeypatch.setattr(engine.sync, "settings", settings)
     adapter = pair.push()
@@ -292,6 +287,46 @@ def test_native_norms_are_found(pair: Pair, engine: Any) -> None:
     with pytest.raises(ContainmentError, match=r"levels 1 and 2 of replica 0"):
         pair.push()
     assert "sync of step 1 was not finished" in pair.refusal()
+
+
+def test_level_0_checks_nothing_and_sends_whole_syncs(pair: Pair, engine: Any) -> None:
+    adapter = pair.adapter()
+    adapter.settings = replace(adapter.settings, level=0)
+    engine.sync.expect(None, checked=False)
+    pair.push(1, adapter)
+    assert not {"jetrl_graph", "jetrl_layout", "jetrl_digests"} & set(pair.rpc.calls)
+    assert engine.sync.report is None
+    assert pair.refusal() == ""
+
+
+def test_a_worker_that_asks_nobody(pair: Pair, engine: Any) -> None:
+    """The second of two workers that feed the ranks of one replica."""
+    adapter = pair.adapter()
+    asyncio.run(adapter._before(engine.sync, asks=False))
+    assert len(dict(engine.get_per_tensor_param()[0])) == 25
+    assert engine.sync._wanted == {}
+    assert pair.rpc.calls == []
+
+
+def test_bf16_leaves_vllm_as_it_comes(pair: Pair, engine: Any) -> None:
+    from jetrl_compile.recipe import BF16
+
+    config = engine.model_config
+    kept = dict(config.override_config)
+    config.override_config["jetrl_recipe"] = "bf16"
+    try:
+        adapter = pair.adapter()
+    finally:
+        config.override_config.clear()
+        config.override_config.update(kept)
+    assert adapter.settings.recipe == BF16
+    assert not adapter._runs_jetrl
+    server = doubles.make_server(pair.rpc, runs_jetrl=False)
+    server.config = adapter.config
+    assert server._get_worker_extension_cls().startswith("verl.")
+    kwargs: dict[str, Any] = {}
+    server._preprocess_engine_kwargs(kwargs)
+    assert kwargs == {}
 
 
 def test_verls_registries_give_them(pair: Pair) -> None:
