@@ -69,9 +69,7 @@ export VERL_FILE_LOGGER_PATH=$folder/logs/part$part.jsonl
 export TENSORBOARD_DIR=$folder/tensorboard TOKENIZERS_PARALLELISM=false
 # Kernels that DeepGEMM has compiled are kept; the trainer and vLLM use the same.
 export DG_JIT_CACHE_DIR=${DG_JIT_CACHE_DIR:-$folder/deep_gemm}
-# FlashInfer is not needed; verl_fp8 as vLLM's FP8 is on Hopper: FP32 scales.
 export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0}
-export VLLM_USE_DEEP_GEMM_E8M0=${VLLM_USE_DEEP_GEMM_E8M0:-0}
 export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1
 unset VLLM_ENABLE_V1_MULTIPROCESSING  # verl's engine is in processes of its own
 
