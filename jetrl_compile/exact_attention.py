@@ -23,6 +23,9 @@ NAME = "jetrl_exact"
 def use_exact_attention(model: PreTrainedModel) -> None:
     """Make a Hugging Face model run the attention of exact mode.
 
+    Frequencies of rotary embeddings that `model.to(torch.bfloat16)` rounded are made
+    again in FP32, as an engine has them.
+
     Args:
         model: A causal model; its config changes.
 
@@ -35,6 +38,9 @@ def use_exact_attention(model: PreTrainedModel) -> None:
         if isinstance(size, int):
             device = next(module.parameters(), torch.empty(0)).device
             check_kernel(attention_kernel(device.type, size))
+        frequencies = getattr(module, "inv_freq", None)
+        if isinstance(frequencies, Tensor) and frequencies.dtype != torch.float32:
+            _make_again(module, frequencies.device)
     try:
         model.set_attn_implementation(NAME)
     except (ValueError, NotImplementedError) as error:
@@ -42,6 +48,13 @@ def use_exact_attention(model: PreTrainedModel) -> None:
             f"{type(model).__name__} takes no other attention: {error}; exact mode "
             "needs a model of transformers that supports AttentionInterface"
         ) from error
+
+
+def _make_again(module: Any, device: torch.device) -> None:
+    """Give a rotary embedding the buffers that it was made with."""
+    fresh = type(module)(config=module.config)
+    for name, buffer in fresh.named_buffers():
+        setattr(module, name, buffer.to(device))
 
 
 def is_exact(model: nn.Module) -> bool:

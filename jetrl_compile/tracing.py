@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jetrl_compile.backend import jetrl
 from jetrl_compile.errors import ModelError, PrecisionFlowError, one_line
+from jetrl_compile.exact_attention import use_exact_attention
 from jetrl_compile.kernels.dispatch import GemmShape, select
 from jetrl_compile.layer_folding import find_folding, fold, unfold
 from jetrl_compile.passes.annotate_precision import annotate_precision, linear_roles
@@ -39,6 +40,7 @@ def trace_config(
     providers: tuple[str, ...] = ("reference",),
     fold_layers: bool = True,
     progress: Progress | None = None,
+    exact: bool = False,
 ) -> PrecisionGraph:
     """Return the precision graph of the model that a Hugging Face config describes.
 
@@ -49,8 +51,10 @@ def trace_config(
         providers: GEMM providers, the preferred one first.
         fold_layers: Trace repeated decoder layers once a kind.
         progress: Called with a line before each step.
+        exact: As it runs in exact mode.
 
     Raises:
+        LoweringError: With `exact`, an operator has no kernel for it.
         ModelError: The folder holds no config, is of a quantized checkpoint, names a
             dtype other than BF16 and FP32, or no causal model can be made of it.
         RecipeError: The recipe is unknown, or one of its patterns matches nothing.
@@ -62,8 +66,10 @@ def trace_config(
     config = copy.deepcopy(_load_config(config_dir) if is_path else config_dir)
     say(f"making {type(config).__name__.removesuffix('Config')} on the meta device")
     model = _make(config)
+    if exact:
+        use_exact_attention(cast(Any, model))
     name = str(config_dir) if is_path else ""
-    graph = _trace(model, phase, chosen, providers, fold_layers, say)
+    graph = _trace(model, phase, chosen, providers, fold_layers, say, exact)
     label = getattr(config, "model_type", "") or name
     return replace(graph, meta={**graph.meta, "model": label})
 
@@ -76,6 +82,7 @@ def trace_model(
     providers: tuple[str, ...] = ("reference",),
     fold_layers: bool = True,
     progress: Progress | None = None,
+    exact: bool = False,
 ) -> PrecisionGraph:
     """Return the precision graph of a causal model in memory; it is not changed.
 
@@ -87,8 +94,10 @@ def trace_model(
         providers: GEMM providers, the preferred one first.
         fold_layers: Trace repeated decoder layers once a kind.
         progress: Called with a line before each step.
+        exact: As it runs in exact mode; its attention is that already.
 
     Raises:
+        LoweringError: With `exact`, an operator has no kernel for it.
         ModelError: The model cannot be traced.
         RecipeError: The recipe is unknown, or one of its patterns matches nothing.
     """
@@ -104,9 +113,8 @@ def trace_model(
             else meta
         )
     shell = copy.deepcopy(model, memo)
-    graph = _trace(
-        shell, phase, chosen, providers, fold_layers, progress or (lambda _: None)
-    )
+    say = progress or (lambda _: None)
+    graph = _trace(shell, phase, chosen, providers, fold_layers, say, exact)
     label = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     return replace(graph, meta={**graph.meta, "model": str(label)})
 
@@ -186,6 +194,7 @@ def _trace(
     providers: tuple[str, ...],
     fold_layers: bool,
     say: Progress,
+    exact: bool,
 ) -> PrecisionGraph:
     config = getattr(model, "config", None)
     folding = find_folding(model, config) if fold_layers else None
@@ -197,14 +206,14 @@ def _trace(
             f"tracing {len(folding.chosen)} of {len(folding.stands_for)} layers "
             f"({folding.path}) in {phase}"
         )
-        plain = _capture(whole, phase)
+        plain = _capture(whole, phase, exact)
         try:
             plain = unfold(plain, folding)
         except PrecisionFlowError as error:
             raise PrecisionFlowError(f"{error}; trace with fold_layers=False") from None
     else:
         say(f"tracing every layer in {phase}")
-        plain = _capture(model, phase)
+        plain = _capture(model, phase, exact)
     gemms = {op.module for op in plain.gemms("fprop")}
     if not gemms:
         raise ModelError(
@@ -246,13 +255,14 @@ def _with_provider(
     )
 
 
-def _capture(model: nn.Module, phase: str) -> PrecisionGraph:
+def _capture(model: nn.Module, phase: str, exact: bool) -> PrecisionGraph:
     """Trace a model on the meta device and return its graph without FP8."""
     reports: list[CompileReport] = []
     options = {
         "recipe": BF16,
         "phase": phase,
         "lowering": "aot",
+        "exact": exact,
         "report": reports.append,
     }
 

@@ -84,7 +84,7 @@ def command(
             length=length,
             seed=seed,
             tolerance=tolerance,
-            exact=exact,
+            **({"exact": True} if exact else {}),
         )
     with progress("loading") as step:
         import torch

@@ -40,6 +40,9 @@ def command(
             metavar="NAME", help="Load the model into this engine (vllm), and ask it."
         ),
     ] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="As it runs in exact mode.")
+    ] = False,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write the graph here."),
@@ -61,10 +64,17 @@ def command(
         if engine is not None:
             from jetrl_compile.engines import load_engine
 
-            graph = load_engine(engine).graph(config_dir, recipe=recipe, progress=step)
+            more = {"exact": True} if exact else {}
+            graph = load_engine(engine).graph(
+                config_dir, recipe=recipe, progress=step, **more
+            )
         else:
             graph = trace_config(
-                config_dir, phase=phase.value, recipe=recipe, progress=step
+                config_dir,
+                phase=phase.value,
+                recipe=recipe,
+                progress=step,
+                exact=exact,
             )
         if output is not None:
             step(f"writing {output}")

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from jetrl_compile.integrations.vllm.engine import (
     engine_graph,
     refit,
 )
+from jetrl_compile.integrations.vllm.exact import LOGPROBS_MODE, prepare_exact
 from jetrl_compile.integrations.vllm.log_probs import (
     gap_metrics,
     sample,
@@ -69,7 +71,11 @@ def load(folder: Path | str, recipe: str, **settings: Any) -> Any:
 
 
 def graph(
-    folder: Path | str, *, recipe: str = "jetrl", progress: Progress | None = None
+    folder: Path | str,
+    *,
+    recipe: str = "jetrl",
+    progress: Progress | None = None,
+    exact: bool = False,
 ) -> PrecisionGraph:
     """Load a model into vLLM with random weights; return the graph that it runs.
 
@@ -77,12 +83,21 @@ def graph(
         folder: With a `config.json`; weights are not read.
         recipe: The recipe's name.
         progress: Called with a line before each step.
+        exact: In exact mode.
     """
     say = progress or (lambda _: None)
     say(f"loading {folder} into vLLM")
-    llm = load(folder, recipe, load_format="dummy")
+    llm = load(folder, recipe, load_format="dummy", **_exact_settings(recipe, exact))
     say("tracing the live model")
     return engine_graph(llm)
+
+
+def _exact_settings(recipe: str, exact: bool) -> dict[str, Any]:
+    """Arguments of LLM for exact mode."""
+    if not exact:
+        return {}
+    own = {"jetrl": {"recipe": recipe, "exact": True}}
+    return {"logprobs_mode": LOGPROBS_MODE, "additional_config": own}
 
 
 def audit(
@@ -94,6 +109,7 @@ def audit(
     seed: int = 0,
     tolerance: float = 0.0,
     progress: Progress | None = None,
+    exact: bool = False,
 ) -> EngineAudit:
     """Check all four levels of vLLM's model of a folder against the trainer's.
 
@@ -108,26 +124,32 @@ def audit(
         seed: Of prompts and sampling.
         tolerance: Largest log-prob gap in nats that passes level 4.
         progress: Called with a line before each step.
+        exact: In exact mode, on both sides.
     """
+    from jetrl_compile.exact_attention import use_exact_attention
     from jetrl_compile.layers import compile_layers
     from jetrl_compile.model_loading import load_causal_model
 
     say = progress or (lambda _: None)
     say(f"loading {folder} into vLLM")
-    llm = load(folder, recipe)
+    llm = load(folder, recipe, **_exact_settings(recipe, exact))
     say("loading the trainer")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     trainer: Any = load_causal_model(folder).to(device, torch.bfloat16)
+    kernel = ""
+    if exact:
+        use_exact_attention(trainer)
+        kernel = llm.apply_model(partial(prepare_exact, trainer.config))[0]
     say("comparing structure, flow and bytes")
-    report = check_engine(llm, trainer, recipe=recipe)
+    report = check_engine(llm, trainer, recipe=recipe, exact=exact)
     say("sampling")
     generator = torch.Generator().manual_seed(seed)
     vocabulary = int(trainer.get_input_embeddings().weight.shape[0])
     prompts = torch.randint(vocabulary, (sequences, 8), generator=generator).tolist()
     sampled = sample(llm, prompts, length, seed=seed)
     say("scoring with the trainer")
-    compile_layers(trainer, recipe=recipe)
-    train = trainer_log_probs(trainer, sampled)
+    compile_layers(trainer, recipe=recipe, exact=exact)
+    train = trainer_log_probs(trainer, sampled, kernel)
     gap = (train - sampled.log_probs).abs()
     largest = float(gap[sampled.mask].max())
     counts = {"tokens": int(sampled.mask.sum())}
@@ -140,4 +162,5 @@ def audit(
         differences = [Difference(4, "output", "values", None, None, message)]
     status = "failed" if differences else "passed"
     report = report.with_level(LevelResult(4, status, counts=counts), differences)
-    return EngineAudit(report, gap, gap_metrics(sampled, train))
+    equal = float((gap[sampled.mask] == 0).float().mean())
+    return EngineAudit(report, gap, gap_metrics(sampled, train), equal)

@@ -24,6 +24,7 @@ from jetrl_compile.integrations.vllm.settings import Reports, Settings
 from jetrl_compile.integrations.vllm.sharding import WholeShapes
 from jetrl_compile.integrations.vllm.spelling import spell_norms
 from jetrl_compile.integrations.vllm.spelling_rope import spell_rope
+from jetrl_compile.kernel_claims import not_exact
 from jetrl_compile.kernels import ops
 from jetrl_compile.kernels.dispatch import GemmShape
 from jetrl_compile.kernels.gemm_parts import gemm_parts
@@ -31,6 +32,7 @@ from jetrl_compile.passes.annotate_precision import annotate_precision
 from jetrl_compile.passes.canonicalize import canonicalize
 from jetrl_compile.passes.context import LoweredGemm
 from jetrl_compile.passes.fuse_quantize import fuse_quantize
+from jetrl_compile.passes.use_exact import use_exact, use_exact_gemms
 from jetrl_compile.passes.verify import verify
 from jetrl_compile.pipeline import CompileReport, source_hash
 
@@ -65,9 +67,8 @@ def identity(settings: Settings) -> str:
     Args:
         settings: Of the engine.
     """
-    return (
-        f"jetrl {source_hash()} {settings.recipe!r} {settings.fuse} {settings.prefetch}"
-    )
+    switches = f"{settings.fuse} {settings.prefetch} {settings.exact}"
+    return f"jetrl {source_hash()} {settings.recipe!r} {switches}"
 
 
 def finish(graph: Graph, settings: Settings) -> None:
@@ -101,7 +102,8 @@ def run_passes(
         whole: N and K of whole layers by module, for one rank of several.
 
     Raises:
-        LoweringError: A pass changed the precision flow.
+        LoweringError: A pass changed the precision flow, or an exact engine has an
+            operator without an exact kernel.
     """
     changes = {"spell_norms": 0, "spell_rope": 0}
     if spell:
@@ -115,6 +117,7 @@ def run_passes(
         settings.providers,
         meta={"vocabulary": _vocabulary(graph), **entries},
         fuse=settings.fuse,
+        exact="report" if settings.exact and spell else False,
     )
     context.attributes = attributes
     context.strict = strict
@@ -122,6 +125,8 @@ def run_passes(
     for name, run in _PASSES:
         changes[name] = run(context)
     assert context.final is not None
+    if context.exact and strict:
+        _check_exact(context)
     return CompileReport(
         module="",
         phase="rollout",
@@ -136,6 +141,19 @@ def run_passes(
         },
         notes=tuple(context.notes),
     )
+
+
+def _check_exact(context: EngineContext) -> None:
+    """Check all but attention, whose kernel the graph does not show."""
+    assert context.final is not None
+    operators = [op for op in context.final.operators if op.kind != "attention"]
+    found = [reason for reason in map(not_exact, operators) if reason]
+    if found:
+        raise LoweringError(
+            f"exact mode: {len(found)} operators of vLLM's graph may give a token "
+            f"other bits in another batch, first: {found[0]}; docs/exact.md lists what "
+            "has a kernel"
+        )
 
 
 def capture_graph(
@@ -205,9 +223,11 @@ def _vocabulary(graph: Graph) -> str:
 _PASSES: tuple[tuple[str, Callable[[Any], int]], ...] = (
     # One spelling first, as in the trainer's pipeline.
     ("canonicalize", canonicalize),
+    ("use_exact", use_exact),
     ("annotate_precision", annotate),
     # The layers have lowered themselves; what follows needs to know where.
     ("adopt_gemms", adopt_gemms),
+    ("use_exact_gemms", use_exact_gemms),
     ("fuse_quantize", fuse_quantize),
     # Last: it reads the graph that will run.
     ("verify", verify),

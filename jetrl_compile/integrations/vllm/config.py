@@ -17,10 +17,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 from jetrl_compile.errors import RecipeError
 from jetrl_compile.integrations.vllm.compilation import set_up
+from jetrl_compile.integrations.vllm.exact import log_probs_kernel, set_up_exact
 from jetrl_compile.integrations.vllm.layout import kind_of, part_names
 from jetrl_compile.integrations.vllm.linear import JetRLLinearMethod
 from jetrl_compile.integrations.vllm.settings import Reports, Settings, read_settings
 from jetrl_compile.integrations.vllm.weight_state import WeightState
+from jetrl_compile.kernels.exact_kernels import bf16_gemm_provider
+from jetrl_compile.kernels.exact_ops import bf16_gemm
 
 NAME = "jetrl"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -34,6 +37,8 @@ class JetRLConfig(QuantizationConfig):
         state: Of the model's weights.
         reports: What the passes did, a `CompileReport` a compiled graph.
         fused: Whether vLLM compiles the model, so that the passes run.
+        attention: In exact mode, the kernel of attention.
+        log_probs: In exact mode, the kernel of `jetrl::log_probs` for the trainer.
         push_plan: Where pushed weights go, once it is known.
     """
 
@@ -44,6 +49,8 @@ class JetRLConfig(QuantizationConfig):
         self.reports = Reports()
         self.fused = False
         self.push_plan: Any = None
+        self.attention = ""
+        self.log_probs = "aten"
         self._settings: Settings | None = None
 
     def get_name(self) -> Any:
@@ -75,6 +82,9 @@ class JetRLConfig(QuantizationConfig):
             engine = get_current_vllm_config()
             self._settings = read_settings(self.given, engine)
             self.fused = set_up(engine, self._settings, self.reports)
+            if self._settings.exact:
+                self.attention = set_up_exact(engine, self.fused)
+                self.log_probs = log_probs_kernel(engine)
         return self._settings
 
     def get_quant_method(
@@ -83,7 +93,7 @@ class JetRLConfig(QuantizationConfig):
         """Return how a layer is stored and run; None for vLLM's own way."""
         settings = self.settings()
         if isinstance(layer, VocabParallelEmbedding):  # ParallelLMHead is one
-            return GuardedEmbeddingMethod(self.state)
+            return GuardedEmbeddingMethod(self.state, settings.exact)
         if not isinstance(layer, LinearBase):
             return None
         if not self._is_quantized(layer, prefix, settings):
@@ -137,9 +147,10 @@ class GuardedEmbeddingMethod(UnquantizedEmbeddingMethod):
     so this is where a model can refuse.
     """
 
-    def __init__(self, state: WeightState) -> None:
+    def __init__(self, state: WeightState, exact: bool = False) -> None:
         super().__init__()
         self.state = state
+        self.exact = exact
 
     def apply(
         self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None
@@ -151,5 +162,9 @@ class GuardedEmbeddingMethod(UnquantizedEmbeddingMethod):
         """
         if not torch.compiler.is_compiling():
             self.state.check()
+        if self.exact:
+            weight: Any = layer.weight
+            product: Tensor = bf16_gemm(x, weight, bf16_gemm_provider(x.device.type))
+            return product if bias is None else product + bias
         logits: Tensor = super().apply(layer, x, bias)
         return logits

@@ -111,6 +111,7 @@ def check_engine(
     *,
     recipe: str = "jetrl",
     providers: tuple[str, ...] | None = None,
+    exact: bool = False,
 ) -> ContainmentReport:
     """Check levels 1 to 3 of a live engine against a trainer's model.
 
@@ -120,18 +121,21 @@ def check_engine(
         recipe: The trainer's recipe.
         providers: The trainer's GEMM providers; None: as the engine's device orders
             them.
+        exact: Check exact mode, of both (`check_containment`).
     """
     from jetrl_compile.kernels.dispatch import default_providers
     from jetrl_compile.tracing import trace_model
 
-    train = trace_model(trainer, phase="train", recipe=recipe)
+    train = trace_model(trainer, phase="train", recipe=recipe, exact=exact)
     reports = []
     # The ranks of a sound engine run one graph.
     for document in dict.fromkeys(llm.apply_model(graph_document)):
         live = graph_from_json(document)
         device = live.meta.get("device", "")
         own = on_device(train, device, providers or default_providers(device))
-        reports.append(check_containment(live, own))
+        if exact:
+            own = exact_on_device(own, trainer, device)
+        reports.append(check_containment(live, own, exact=exact))
     report = next((each for each in reports if each.differences), reports[0])
     weights = {name: p.detach() for name, p in trainer.named_parameters()}
     if rank_count(llm) > 1:
@@ -141,6 +145,34 @@ def check_engine(
         if differences:
             break
     return report
+
+
+def exact_on_device(
+    graph: PrecisionGraph, trainer: nn.Module, device: str
+) -> PrecisionGraph:
+    """Return an exact graph that was traced without a device, on one.
+
+    Args:
+        graph: Of `trace_model`.
+        trainer: Its model.
+        device: Device type, such as "cuda".
+    """
+    from jetrl_compile.kernels.attention_kernels import attention_kernel
+    from jetrl_compile.kernels.exact_kernels import BF16_GEMMS
+
+    attentions = {
+        f"{name}:attention": attention_kernel(device, module.head_dim)
+        for name, module in trainer.named_modules()
+        if isinstance(getattr(module, "head_dim", None), int)
+    }
+    operators = []
+    for op in graph.operators:
+        if op.name in attentions:
+            op = replace(op, provider=f"jetrl.attention.{attentions[op.name]}")
+        elif op.kind == "gemm" and op.provider == "reference" and device == "cuda":
+            op = replace(op, provider=BF16_GEMMS[0])
+        operators.append(op)
+    return replace(graph, operators=tuple(operators))
 
 
 def on_device(

@@ -70,4 +70,7 @@ def attention_facts(model: nn.Module) -> Mapping[str, Mapping[str, Any]]:
         if scale is not None and hasattr(layer, "kv_cache_dtype"):
             dtype = str(layer.kv_cache_dtype)
             found[name] = {"scale": float(scale), "kv_cache_dtype": dtype}
+            kernel = getattr(getattr(layer, "quant_config", None), "attention", "")
+            if kernel:
+                found[name]["impl"] = f"jetrl.attention.{kernel}"
     return found

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from jetrl_compile.errors import ModelError
+from jetrl_compile.kernels.exact_ops import log_probs
 from jetrl_compile.metrics import mismatch_metrics
 
 SLICE = 1024  # tokens whose FP32 logits are held at a time
@@ -96,7 +97,9 @@ def sample(
     )
 
 
-def trainer_log_probs(trainer: nn.Module, sampled: Sampled) -> Tensor:
+def trainer_log_probs(
+    trainer: nn.Module, sampled: Sampled, kernel: str = ""
+) -> Tensor:
     """Return what a trainer's model gives each sampled token, (B, T); NaN behind.
 
     One sequence at a time, in FP32 from the model's logits.
@@ -104,6 +107,8 @@ def trainer_log_probs(trainer: nn.Module, sampled: Sampled) -> Tensor:
     Args:
         trainer: A Hugging Face causal model, compiled or not.
         sampled: What to score.
+        kernel: In exact mode, that of `jetrl::log_probs`, as the engine's config has
+            it; "": PyTorch's log_softmax.
     """
     causal: Any = trainer
     device = next(trainer.parameters()).device
@@ -116,12 +121,19 @@ def trainer_log_probs(trainer: nn.Module, sampled: Sampled) -> Tensor:
             logits = causal(ids, use_cache=False).logits[0, prompt - 1 : -1]
             chosen = torch.split(ids[0, prompt:, None], SLICE)
             scores = [  # in slices: FP32 logits of 8192 tokens take gigabytes
-                torch.log_softmax(part.float(), -1).gather(-1, own)[:, 0].cpu()
+                _scores(part, own[:, 0], kernel).cpu()
                 for part, own in zip(torch.split(logits, SLICE), chosen, strict=True)
             ]
             rows.append(torch.cat(scores))
     trainer.train(was_training)
     return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=float("nan"))
+
+
+def _scores(logits: Tensor, labels: Tensor, kernel: str) -> Tensor:
+    if kernel:
+        found: Tensor = log_probs(logits, labels, 1.0, kernel)
+        return found
+    return torch.log_softmax(logits.float(), -1).gather(-1, labels[:, None])[:, 0]
 
 
 def gap_metrics(sampled: Sampled, train: Tensor) -> dict[str, float]:

@@ -9,7 +9,7 @@ from jetrl_compile.errors import RecipeError
 from jetrl_compile.kernels.dispatch import get_provider
 from jetrl_compile.recipe import Recipe, get_recipe
 
-KEYS = ("recipe", "providers", "fuse", "prefetch")
+KEYS = ("recipe", "providers", "fuse", "prefetch", "exact")
 
 
 class Reports(list[Any]):
@@ -28,6 +28,7 @@ class Settings:
         providers: GEMM providers, the preferred one first; None: by device.
         fuse: Whether the quantizers are fused into norms and activations.
         prefetch: Whether quantizers bring the next weight into the L2 cache.
+        exact: Whether a token has the same bits in every batch, and in the trainer.
         dummy: Whether the engine fills its weights with random numbers.
     """
 
@@ -35,6 +36,7 @@ class Settings:
     providers: tuple[str, ...] | None = None
     fuse: bool = True
     prefetch: bool = False
+    exact: bool = False
     dummy: bool = False
 
 
@@ -70,5 +72,6 @@ def read_settings(given: Mapping[str, Any], engine: Any) -> Settings:
         providers=names,
         fuse=bool(chosen.get("fuse", True)),
         prefetch=bool(chosen.get("prefetch", False)),
+        exact=bool(chosen.get("exact", False)),
         dummy=str(getattr(engine.load_config, "load_format", "")) == "dummy",
     )
