@@ -23,7 +23,7 @@ from jetrl_compile.integrations.vllm.sync_digests import read_layouts
 from jetrl_compile.kernels.dispatch import default_providers
 
 
-class ServerAdapter(VerlAdapter):  # type: ignore[misc,unused-ignore]
+class ServerAdapter(VerlAdapter):
     """Feeds one replica from a worker, which may be one of several that do.
 
     Attributes:

@@ -15,7 +15,7 @@ from jetrl_compile.integrations.verl_vllm.config import runs_jetrl, set_defaults
 EXTENSION = "jetrl_compile.integrations.verl_vllm.worker.WorkerExtension"
 
 
-class Server(vLLMHttpServer):  # type: ignore[misc,unused-ignore]
+class Server(vLLMHttpServer):
     """verl's server; it refuses to generate from weights of no finished sync.
 
     Attributes:
@@ -100,7 +100,7 @@ class Server(vLLMHttpServer):  # type: ignore[misc,unused-ignore]
             self.refusal = "it slept, and no weights came from the trainer since"
 
 
-class Replica(vLLMReplica):  # type: ignore[misc,unused-ignore]
+class Replica(vLLMReplica):
     """verl's replica with this server; reward models and teachers have verl's own."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

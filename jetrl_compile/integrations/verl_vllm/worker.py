@@ -21,7 +21,7 @@ from jetrl_compile.integrations.vllm.sync_receiver import SyncReceiver
 _LOGITS = "compute_logits"
 
 
-class WorkerExtension(vLLMColocateWorkerExtension):  # type: ignore[misc,unused-ignore]
+class WorkerExtension(vLLMColocateWorkerExtension):
     """verl's extension, with syncs that are whole or refused, and their digests."""
 
     model_runner: Any
