@@ -36,6 +36,7 @@ METRICS = (
     "timing_s/save_checkpoint",
     "timing_s/step",
     "actor/jetrl/sync_mib",
+    "actor/jetrl/check_s",
     "perf/total_num_tokens",
     "perf/throughput",
     "actor/perf/max_memory_allocated_gb",

@@ -40,6 +40,7 @@ class WeightSync:
         report: What is known so far; None before levels 1 and 2 were checked.
         rank: Of the worker.
         sent_bytes: Of the last sync.
+        check_seconds: How long a rollout was asked and compared after the last sync.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class WeightSync:
         self.settings, self.train, self.layers = settings, train, layers
         self.report: ContainmentReport | None = None
         self.rank = rank
-        self.sent_bytes = 0
+        self.sent_bytes, self.check_seconds = 0, 0.0
         self._wanted: dict[str, str] = {}
         self._complete = False
         self._checked = settings.level >= 3
@@ -184,6 +185,7 @@ class WeightSync:
         found = {
             "jetrl/contained": float(self.report.contained is True),
             "jetrl/sync_mib": self.sent_bytes / 2**20,
+            "jetrl/check_s": self.check_seconds,
         }
         for level in self.report.levels:
             if level.status != "not run":

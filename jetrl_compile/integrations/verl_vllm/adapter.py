@@ -5,6 +5,7 @@ that of the replica's first rank, asks for graphs, layouts and digests of all ra
 """
 
 import json
+import time
 from typing import Any
 
 from verl.workers.rollout.vllm_rollout import ServerAdapter as VerlAdapter
@@ -80,8 +81,10 @@ class ServerAdapter(VerlAdapter):
         if not asks:
             return
         if sync is not None and self.settings.level >= 3:
+            start = time.perf_counter()
             ranks = [json.loads(each) for each in await self._ask("jetrl_digests")]
             sync.check_bytes(ranks, global_steps)
+            sync.check_seconds = time.perf_counter() - start
         await self._ask("jetrl_release")
         await self.server_handle.jetrl_end.remote()
 
