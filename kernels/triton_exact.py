@@ -146,7 +146,8 @@ def log_probs(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
         labels: (...), int64.
         temperature: Above 0.
     """
-    flat, picked = rows_of(logits), labels.reshape(-1).contiguous()
+    # In FP32, as samplers have them: how a row is spread over threads depends on it.
+    flat, picked = rows_of(logits.float()), labels.reshape(-1).contiguous()
     out = torch.empty(picked.shape, dtype=torch.float32, device=logits.device)
     if out.numel():
         with on_device(logits):

@@ -2,7 +2,7 @@
 
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -60,11 +60,11 @@ def command(
         from jetrl_compile.graph_json import write_graph
         from jetrl_compile.graph_summary import summarize, summary_json
         from jetrl_compile.tracing import trace_config
+    more: dict[str, Any] = {"exact": True} if exact else {}
     with progress(f"tracing {config_dir}") as step:
         if engine is not None:
             from jetrl_compile.engines import load_engine
 
-            more = {"exact": True} if exact else {}
             graph = load_engine(engine).graph(
                 config_dir, recipe=recipe, progress=step, **more
             )
@@ -74,7 +74,7 @@ def command(
                 phase=phase.value,
                 recipe=recipe,
                 progress=step,
-                exact=exact,
+                **more,
             )
         if output is not None:
             step(f"writing {output}")
