@@ -97,9 +97,7 @@ def sample(
     )
 
 
-def trainer_log_probs(
-    trainer: nn.Module, sampled: Sampled, kernel: str = ""
-) -> Tensor:
+def trainer_log_probs(trainer: nn.Module, sampled: Sampled, kernel: str = "") -> Tensor:
     """Return what a trainer's model gives each sampled token, (B, T); NaN behind.
 
     One sequence at a time, in FP32 from the model's logits.
