@@ -52,13 +52,16 @@ def find_sequences(
         positions: (B, L), integer, read where S = L; None: a row is one sequence.
         device: Of the result.
     """
+    find = _of_batch if queries == keys else _of_cache
+    if any(t is not None and t.is_inference() for t in (mask, positions)):
+        # Whether such a tensor was written to is not known.
+        return find(rows, queries, keys, mask, positions, device)
     key = (rows, queries, keys, device, _version(mask), _version(positions))
     kept = getattr(_thread, "kept", None)
     if kept is not None and kept[0] == key:
         _, alive, found = kept
         if alive[0]() is mask and alive[1]() is positions:
             return found  # type: ignore[no-any-return]
-    find = _of_batch if queries == keys else _of_cache
     found = find(rows, queries, keys, mask, positions, device)
     _thread.kept = (key, (_reference(mask), _reference(positions)), found)
     return found

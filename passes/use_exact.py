@@ -51,9 +51,9 @@ def use_exact(context: Context) -> int:
         gated = None if rotation or norm else match_gated(node)
         if rotation is not None:
             _rotate(context, rotation)
-        elif norm is not None:
+        elif norm is not None and not norm.exact:
             _norm(context, norm)
-        elif gated is not None:
+        elif gated is not None and not gated.exact:
             _gate(context, gated)
         else:
             continue

@@ -46,10 +46,17 @@ def _qwen3() -> Any:  # norms of q and k
     return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=64))
 
 
+def _whole() -> Any:  # of whole blocks, so that q, k and v are one GEMM
+    sizes = {**SIZES, "hidden_size": 256, "intermediate_size": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    return Qwen3ForCausalLM(Qwen3Config(**{**sizes, **heads}))
+
+
 KINDS: dict[str, Callable[[], Any]] = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "whole": _whole,
 }
 
 

@@ -195,6 +195,11 @@ def test_sequences_are_found_once_a_forward() -> None:
         7,
         8,
     ]
+    with torch.inference_mode():
+        mask = torch.tensor([[1, 1]]).bool()
+        assert find_sequences(1, 2, 2, mask, None, mask.device).longest_q == 2
+        mask[0, 0] = False
+        assert find_sequences(1, 2, 2, mask, None, mask.device).longest_q == 1
     cached = find_sequences(
         2, 1, 4, torch.tensor([[0, 1, 1, 1]] * 2), None, mask.device
     )
