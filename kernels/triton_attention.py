@@ -12,10 +12,17 @@ from torch import Tensor
 
 from jetrl_compile.errors import PrecisionFlowError
 from jetrl_compile.kernels.launch_recorder import launch_kernel
-from jetrl_compile.kernels.triton_attention_kernels import KEYS, ROWS, attention_kernel
-from jetrl_compile.kernels.triton_device import on_device
+from jetrl_compile.kernels.triton_attention_kernels import (
+    CHUNK,
+    KEYS,
+    ROWS,
+    attention_kernel,
+    merge_kernel,
+)
+from jetrl_compile.kernels.triton_device import multiprocessors, on_device
 
 MAX_HEAD_SIZE = 256
+PROGRAMS = 2  # a multiprocessor: with fewer, tiles are spread over chunks of keys
 
 
 def packed_attention(
@@ -60,6 +67,7 @@ def paged_attention(
     block_table: Tensor,
     longest: int,
     scale: float,
+    most_keys: int = 0,
 ) -> Tensor:
     """Run causal attention over a paged cache, as vLLM lays it out.
 
@@ -73,6 +81,9 @@ def paged_attention(
         block_table: (N, pages), int32: the pages of each sequence, in order.
         longest: The most queries of a sequence, or more.
         scale: What q k^T is multiplied by.
+        most_keys: The most keys that a sequence may have. Where one key head's queries
+            are a single tile, and tiles are few, each tile is spread over chunks of
+            keys; 0: never. Bits are the same.
 
     Returns:
         `out`.
@@ -92,6 +103,7 @@ def paged_attention(
         block_table,
         longest,
         scale,
+        -(-most_keys // CHUNK),
     )
     return out
 
@@ -123,6 +135,7 @@ def _launch(
     block_table: Tensor | None,
     longest: int,
     scale: float,
+    chunks: int = 0,
 ) -> None:
     heads, size = q.shape[1:]
     heads_k = k.shape[-2]
@@ -134,16 +147,30 @@ def _launch(
     if not q.shape[0] or sequences < 1 or longest < 1:
         return
     paged = block_table is not None
-    grid = (-(-longest // (ROWS // group)), heads_k, sequences)
+    tiles = -(-longest // (ROWS // group))
+    split = (
+        chunks > 1
+        and tiles == 1
+        and heads_k * sequences < PROGRAMS * multiprocessors(q.device)
+    )
+    columns = heads_k * chunks if split else heads_k
     pages = (k.stride(0), v.stride(0)) if paged else (0, 0)
     width = max(16, 1 << (size - 1).bit_length())
+    target, part_max, part_sum = out, out, out
+    if split:
+        shape = (q.shape[0], heads, chunks)
+        target = torch.empty((*shape, size), dtype=torch.float32, device=q.device)
+        part_max = torch.empty(shape, dtype=torch.float32, device=q.device)
+        part_sum = torch.empty(shape, dtype=torch.float32, device=q.device)
     with on_device(q):
-        launch_kernel(attention_kernel, grid)(
+        launch_kernel(attention_kernel, (tiles, columns, sequences))(
             q,
             k,
             v,
-            out,
+            target,
             lse,
+            part_max,
+            part_sum,
             starts_q,
             starts_q if starts_k is None else starts_k,
             starts_q if lengths is None else lengths,
@@ -159,6 +186,7 @@ def _launch(
             v.stride(-3),
             v.stride(-2),
             0 if lse is None else lse.stride(0),
+            chunks,
             HEADS=heads,
             GROUP=group,
             SIZE=size,
@@ -166,5 +194,22 @@ def _launch(
             PAGE=k.shape[1] if paged else 0,
             ROWS=ROWS,
             KEYS=KEYS,
+            CHUNK=CHUNK,
+            SPLIT=split,
             num_warps=4,
         )
+        if split:
+            launch_kernel(merge_kernel, (longest, heads, sequences))(
+                target,
+                part_max,
+                part_sum,
+                out,
+                starts_q,
+                lengths,
+                chunks,
+                HEADS=heads,
+                SIZE=size,
+                WIDTH=width,
+                CHUNK=CHUNK,
+                num_warps=1,
+            )

@@ -345,6 +345,8 @@ def test_triton_backend_reads_vllms_cache(backends: Any) -> None:
     implementation = backend.get_impl_cls()()
     builder = backend.get_builder_cls()()
     assert builder.use_cascade_attention() is False
+    lengths = SimpleNamespace(max_model_len=1024)
+    builder.vllm_config = SimpleNamespace(model_config=lengths)
     torch.manual_seed(0)
     cache = torch.randn(4, 2, 16, 1, 64).bfloat16()
     q = torch.randn(3, 2, 64).bfloat16()

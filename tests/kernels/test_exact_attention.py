@@ -106,8 +106,15 @@ def test_kernels_compute_the_reference(kernel: str, heads: int, keys: int) -> No
 
 @pytest.mark.skipif(triton_common.triton_missing() is not None, reason="no triton")
 @pytest.mark.parametrize("size", [16, 64, 80])
-def test_paged_decode_equals_packed_prefill(size: int) -> None:
+@pytest.mark.parametrize("most_keys", [0, LENGTH])
+def test_paged_decode_equals_packed_prefill(
+    size: int, most_keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jetrl_compile.kernels import triton_attention
     from jetrl_compile.kernels.triton_attention import paged_attention
+
+    monkeypatch.setattr(triton_attention, "CHUNK", 128 if ON_GPU else 64)
+    monkeypatch.setattr(triton_attention, "PROGRAMS", 100)
 
     lengths = [LENGTH, 5, 64]
     parts = [qkv(1, n, size=size, seed=n) for n in lengths]
@@ -145,6 +152,7 @@ def test_paged_decode_equals_packed_prefill(size: int) -> None:
             table.to(DEVICE),
             max(counts),
             size**-0.5,
+            most_keys,
         )
         ends = [w[n - c :] for w, n, c in zip(wanted, lengths, counts, strict=True)]
         assert torch.equal(out, torch.cat(ends))

@@ -30,6 +30,8 @@ class ExactMetadata:
         seq_lens: (N,), int32: keys of each request.
         block_table: (N, pages), int32.
         slot_mapping: (T,), int64: where keys and values are written.
+        most_keys: The most keys that a request may ever have: a captured graph serves
+            all steps.
     """
 
     num_actual_tokens: int
@@ -38,6 +40,7 @@ class ExactMetadata:
     seq_lens: Tensor
     block_table: Tensor
     slot_mapping: Tensor
+    most_keys: int
     causal: bool = True
     use_cascade: bool = False
 
@@ -63,6 +66,7 @@ class ExactTritonBuilder(AttentionMetadataBuilder[ExactMetadata]):
             common.seq_lens,
             common.block_table_tensor,
             common.slot_mapping,
+            int(self.vllm_config.model_config.max_model_len),
         )
 
     def use_cascade_attention(self, *_: Any, **__: Any) -> bool:
@@ -127,6 +131,7 @@ class ExactTritonImpl(TritonAttentionImpl):
             attn_metadata.block_table,
             attn_metadata.max_query_len,
             self.scale,
+            attn_metadata.most_keys,
         )
         return output
 
