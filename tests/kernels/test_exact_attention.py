@@ -29,7 +29,10 @@ KERNELS = [
 ]
 LENGTH = 700 if ON_GPU else 90
 PAGE = 16
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    *([pytest.mark.gpu] if ON_GPU else []),  # on a GPU: tests of its kernels
+]
 
 
 Triple = tuple[Tensor, Tensor, Tensor]

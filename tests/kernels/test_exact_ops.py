@@ -22,6 +22,8 @@ NEEDS_TRITON = pytest.mark.skipif(
 QUIET = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 HIDDEN = 4096 if ON_GPU else 576
 ROWS = (1, 2, 7, 33, 64)
+# On a GPU these are tests of its kernels.
+pytestmark = [pytest.mark.gpu] if ON_GPU else []
 
 
 def normal(*shape: int, seed: int = 0, std: float = 1.0) -> Tensor:
