@@ -1,7 +1,7 @@
 """The options of `torch.compile(model, backend="jetrl", options={...})`."""
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -72,11 +72,13 @@ def parse_options(options: Mapping[str, Any] | None) -> CompileOptions:
         RecipeError: An option is unknown or has an impossible value.
         ProviderError: A provider is unknown.
     """
+    if not isinstance(options, Mapping | None):
+        raise RecipeError(f"options={options!r} is unknown; use a dict of options")
     given = dict(options or {})
     known = [field.name for field in fields(CompileOptions)]
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = difflib.get_close_matches(str(name), known, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise RecipeError(
                 f"option {name!r} of the backend jetrl is unknown; {hint}known: "
@@ -94,8 +96,8 @@ def parse_options(options: Mapping[str, Any] | None) -> CompileOptions:
         ("lowering", chosen.lowering in LOWERINGS, " or ".join(LOWERINGS)),
         ("mode", chosen.mode in MODES, " or ".join(MODES)),
         ("saved_gate_up", chosen.saved_gate_up in SAVED_GATE_UP, "bf16 or e4m3"),
-        ("fuse", chosen.fuse in (None, True, False), "True, False or None"),
-        ("cache_weights", chosen.cache_weights in (True, False), "True or False"),
+        ("fuse", isinstance(chosen.fuse, bool | None), "True, False or None"),
+        ("cache_weights", isinstance(chosen.cache_weights, bool), "True or False"),
         ("exact", chosen.exact in (True, False), "True or False"),
         ("module_path", isinstance(chosen.module_path, str), "a module path"),
         (
@@ -127,6 +129,8 @@ def parse_options(options: Mapping[str, Any] | None) -> CompileOptions:
 
 
 def _names(providers: Any) -> tuple[str, ...]:
+    if not isinstance(providers, Iterable):
+        raise ProviderError(f"option providers={providers!r} is unknown; use names")
     names = (providers,) if isinstance(providers, str) else tuple(providers)
     for name in names:
         get_provider(name)

@@ -1,6 +1,6 @@
 """The folder in which DeepGEMM keeps its kernels, and what it was warmed up for.
 
-A kernel that knows its contraction is 3 to 9% faster (H200, 2026-11-30), but one that
+A kernel that knows its contraction is 4 to 9% faster (H200, 2026-11-30), but one that
 contracts over tokens (wgrad) would be compiled anew, in 5 to 14 seconds, for each
 number of tokens. So only the numbers that a warm-up was given exactly are compiled in;
 they are listed in this folder.
@@ -54,9 +54,21 @@ def add_token_counts(counts: Iterable[int]) -> None:
 
 
 def kernels() -> set[str]:
-    """Return the names of the kernels in the folder."""
+    """Return the names of the kernels in the folder.
+
+    Raises:
+        ProviderError: The folder cannot be read.
+    """
     folder = cache_dir() / "cache"
-    return set(os.listdir(folder)) if folder.is_dir() else set()
+    try:
+        return set(os.listdir(folder))
+    except FileNotFoundError:
+        return set()
+    except OSError as error:
+        raise ProviderError(
+            f"{folder} cannot be read: {error.strerror}; name another folder with "
+            f"--cache-dir or {CACHE_VARIABLE}"
+        ) from error
 
 
 def warmed_up(identity: Sequence[object]) -> frozenset[str]:

@@ -153,9 +153,9 @@ def get_provider(name: str) -> Provider:
     Raises:
         ProviderError: No provider has that name.
     """
-    provider = _REGISTRY.get(name)
+    provider = _REGISTRY.get(name) if isinstance(name, str) else None
     if provider is None:
-        near = difflib.get_close_matches(name, _REGISTRY, n=1)
+        near = difflib.get_close_matches(str(name), _REGISTRY, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ProviderError(
             f"provider {name!r} is unknown; {hint}known: {', '.join(_REGISTRY)}"

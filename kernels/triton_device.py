@@ -1,9 +1,9 @@
 """The GPU that a kernel runs on, and whether kernels on it overlap.
 
 On Hopper, a kernel that is launched for it (programmatic dependent launch) gets ready
-while the last programs of the kernel before it still run: its own launch costs next to
-nothing, which in decoding is 1 to 2 us of a kernel's 3 to 10. It waits by itself before
-it reads anything. `JETRL_OVERLAP=0` turns that off.
+while the last programs of the kernel before it still run, which in decoding saves 7 to
+8 us a layer (docs/log.md, 2026-11-30). It waits by itself before it reads anything.
+`JETRL_OVERLAP=0` turns that off.
 """
 
 import os
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from jetrl_compile.errors import ProviderError
 
 OVERLAP_VARIABLE = "JETRL_OVERLAP"
 _ALREADY = nullcontext()
@@ -39,10 +41,21 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def overlap_wanted() -> bool:
+    """Whether kernels are to overlap where they can.
+
+    Raises:
+        ProviderError: The variable is neither 0 nor 1.
+    """
+    wanted = os.environ.get(OVERLAP_VARIABLE) or "1"
+    if wanted not in ("0", "1"):
+        raise ProviderError(f"{OVERLAP_VARIABLE} is {wanted!r}; set it to 0 or 1")
+    return wanted == "1"
+
+
 @cache
 def overlaps(device: torch.device) -> bool:
     """Whether kernels on a device are launched before the one before them is over."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    wanted = os.environ.get(OVERLAP_VARIABLE, "1")
-    return wanted not in ("", "0") and capability(device) >= (9, 0)
+    return overlap_wanted() and capability(device) >= (9, 0)

@@ -5,8 +5,8 @@ transposed), plus 4 for each scale (1/32 of a byte an element for 1x128 groups).
 
 The kernels (`triton_quantize_kernels`) have fixed parameters: the bits do not depend on
 them, no tuning run can fall into a CUDA graph capture, and the kernels wait for memory,
-not for arithmetic. On an H200 they run at 77-88% of the bandwidth of a copy for
-8192x4096, and at 89-97% for 8192x12288 (docs/log.md, 2026-11-30).
+not for arithmetic. On an H200 they run at 82-92% of the bandwidth of a copy for
+8192x4096, and at 90-99% for 8192x12288 (docs/log.md, 2026-11-30).
 """
 
 from collections.abc import Iterator, Sequence

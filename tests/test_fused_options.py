@@ -40,6 +40,9 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"fuse": 0, "saved_gate_up": "e4m3"}, "fuse=0 is unknown; use True, False"),
+        ({"fuse": torch.ones(2)}, "is unknown; use True, False or None"),
+        ({"cache_weights": 1}, "cache_weights=1 is unknown; use True or False"),
         ({"fuse": "yes"}, "fuse='yes' is unknown; use True, False or None"),
         ({"saved_gate_up": "fp8"}, "saved_gate_up='fp8' is unknown; use bf16 or e4m3"),
         ({"saved_gate_up": None}, "saved_gate_up=None is unknown; use bf16 or e4m3"),

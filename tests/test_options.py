@@ -45,6 +45,11 @@ def test_entry_point() -> None:
         ({"lowering": "eager"}, RecipeError, "lowering='eager' .* inductor or aot"),
         ({"providers": ("cutlas",)}, ProviderError, "'cutlas' is unknown; .*reference"),
         ({"providers": ()}, ProviderError, "list at least one of reference"),
+        ({"providers": 5}, ProviderError, "providers=5 is unknown; use names"),
+        ({"providers": [["triton"]]}, ProviderError, "provider .*triton.* is unknown"),
+        ({"providers": [None]}, ProviderError, "provider None is unknown"),
+        ({8: True}, RecipeError, "option 8 .* is unknown"),
+        ("jetrl", RecipeError, "options='jetrl' is unknown; use a dict"),
         ({"recipe": 8}, RecipeError, "recipe 8 is no name"),
         ({"module_path": None}, RecipeError, "module_path=None .* a module path"),
         ({"report": 3}, RecipeError, "report=3 .* a folder or a callable"),
@@ -52,7 +57,7 @@ def test_entry_point() -> None:
     ],
 )
 def test_options_that_cannot_be(
-    options: dict[str, Any], error: type[Exception], message: str
+    options: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message) as caught:
         parse_options(options)

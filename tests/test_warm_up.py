@@ -248,9 +248,32 @@ def test_command(ran: list[Call], config_dir: Path, tmp_path: Path) -> None:
     assert f"export DG_JIT_CACHE_DIR={tmp_path / 'kept'}" in result.stdout
 
 
-@pytest.mark.parametrize("tokens", ["0", "many", "9:8", "1:x"])
+@pytest.mark.parametrize(
+    "tokens", ["0", "many", "9:8", "1:x", "1:", "9" * 30, f"1:{9**20}"]
+)
 def test_tokens_that_are_none(config_dir: Path, tokens: str) -> None:
     arguments = ["warm-up", str(config_dir), "--tokens", tokens, "--dry-run"]
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == 2
     assert "LOW:HIGH" in result.stderr
+
+
+def test_recipe_without_fp8(config_dir: Path) -> None:
+    arguments = ["warm-up", str(config_dir), "--recipe", "bf16", "--dry-run"]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 0
+    assert result.stdout == (
+        "recipe bf16 has no FP8 GEMM in this model: nothing to compile\n"
+    )
+
+
+@pytest.mark.usefixtures("ran")
+def test_folder_that_is_a_file(config_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("kept")
+    for tokens in ("64", "64:64"):
+        arguments = ["warm-up", str(config_dir), "--tokens", tokens, "--jobs", "0"]
+        result = CliRunner().invoke(cli.app, [*arguments, "--cache-dir", str(file)])
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "cannot be" in result.stderr.splitlines()[-1]
+    assert file.read_text() == "kept"

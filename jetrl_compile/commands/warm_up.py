@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 FAILED = 1
 MAX_LINES = 8
+MOST_TOKENS = 1 << 20
 
 
 def command(
@@ -66,6 +67,9 @@ def command(
             backward=backward,
             progress=step,
         )
+    if not shapes:
+        typer.echo(f"recipe {recipe} has no FP8 GEMM in this model: nothing to compile")
+        return
     if dry_run:
         calls, rejected = calls_of(shapes)
         for call in calls:
@@ -87,14 +91,16 @@ def _counts(text: str) -> list[int]:
     """Read a number of tokens, or a range as the numbers that stand for all in it."""
     from jetrl_compile.kernels.deep_gemm_tiles import token_steps
 
-    low, _, high = text.partition(":")
+    low, colon, high = text.partition(":")
     try:
-        ends = int(low), int(high or low)
+        ends = int(low), int(high if colon else low)
     except ValueError:
         ends = 0, 0
-    if not 1 <= ends[0] <= ends[1]:
-        raise typer.BadParameter(f"--tokens {text!r} is no number N and no LOW:HIGH")
-    return token_steps(*ends) if high else [ends[0]]
+    if not 1 <= ends[0] <= ends[1] <= MOST_TOKENS:
+        raise typer.BadParameter(
+            f"--tokens {text!r} is no number N and no LOW:HIGH of 1 to {MOST_TOKENS:,}"
+        )
+    return token_steps(*ends) if colon else [ends[0]]
 
 
 @contextmanager

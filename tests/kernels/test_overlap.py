@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from jetrl_compile.errors import ProviderError
 from jetrl_compile.kernels import triton_device
 
 KERNELS = Path(triton_device.__file__).parent
@@ -64,6 +65,25 @@ def test_each_overlapped_kernel_waits_first() -> None:
 
 def test_nothing_overlaps_on_a_cpu() -> None:
     assert not triton_device.overlaps(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"), [(None, True), ("", True), ("1", True), ("0", False)]
+)
+def test_overlap_by_environment(
+    value: str | None, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(triton_device.OVERLAP_VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(triton_device.OVERLAP_VARIABLE, value)
+    assert triton_device.overlap_wanted() is wanted
+
+
+@pytest.mark.parametrize("value", ["off", "false", "2", " 0"])
+def test_other_values_are_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(triton_device.OVERLAP_VARIABLE, value)
+    with pytest.raises(ProviderError, match="set it to 0 or 1"):
+        triton_device.overlap_wanted()
 
 
 @pytest.mark.gpu
