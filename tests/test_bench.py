@@ -21,6 +21,7 @@ from jetrl_compile.bench.kernels import KERNELS, measure_kernels
 from jetrl_compile.bench.results import Row, compare
 from jetrl_compile.bench.steps import (
     Shape,
+    Steps,
     layers_steps,
     parse_shape,
     stack_steps,
@@ -29,6 +30,8 @@ from jetrl_compile.bench.timing import Clock, Timing, in_turns, summarize
 from jetrl_compile.bench.ways import WaySpec, choose_ways, parse_way
 from jetrl_compile.errors import JetRLError, ModelError, RecipeError
 from jetrl_compile.layers import decoder_layers
+
+PROFILE = ("--shape", "1x8", "--profile")
 
 pytestmark = [
     IGNORE_SCRIPT_METHOD,
@@ -104,6 +107,31 @@ def test_models_that_cannot_be_measured(config: str, tmp_path: Path) -> None:
         (("stack", "qwen3-8b", *ON_CPU), "qwen3-8b needs a GPU"),
         (("stack", config, *ON_CPU, "--layers", 3), "the model has 2"),
         (("stack", config, *ON_CPU, "--shape", "4*8"), "write BATCHxLENGTH"),
+        (("layer", config, *ON_CPU, "--shape", f"{9**20}x1"), "at most 1,073,741,824"),
+        (
+            ("layer", config, *ON_CPU, "--shape", "1x8", "--way", "a:fuse=so"),
+            "fuse='so",
+        ),
+        (("gradients", config, "--device", "cpu", "--way", "a:b=1"), "option 'b' of"),
+        (
+            ("stack", config, *ON_CPU, *PROFILE, tmp_path / "p", "--skip", "jetrl"),
+            "no usable way 'jetrl' to profile",
+        ),
+        (("stack", config, *ON_CPU, *PROFILE, tmp_path / "no/p"), "there is no folder"),
+        (("kernels", config, *ON_CPU, "--json", tmp_path), "it is a folder"),
+        (("kernels", config, *ON_CPU, "--json", f"{config}/config.json"), "be lost"),
+        (
+            (
+                "layer",
+                config,
+                *ON_CPU,
+                "--json",
+                tmp_path / "a",
+                *PROFILE,
+                f"{config}/a",
+            ),
+            "another result goes there too",
+        ),
         (("stack", config, *ON_CPU, "--graphs", "step"), "CUDA graphs need a GPU"),
         (("stack", config, *ON_CPU, "--skip", "x"), "no way 'x' to skip"),
     ):
@@ -115,6 +143,32 @@ def test_models_that_cannot_be_measured(config: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
     with pytest.raises(ModelError, match="holds no config that"):
         models.find_config(config)
+
+
+def test_memory_that_runs_out(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_memory = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")
+
+    def steps(model: Any, shape: Shape, device: torch.device) -> Steps:
+        if shape.batch > 1:
+            raise no_memory
+        return stack_steps(model, shape, device)
+
+    monkeypatch.setattr(runs, "stack_steps", steps)
+    skip = ["--skip", "compile", "--skip", "jetrl"]
+    status, out, err = run("stack", config, *ON_CPU, "--shape", "2x8", *skip)
+    assert (status, out) == (2, "")
+    assert "error: 2x8 tokens do not fit into cpu; give a smaller --shape" in err
+    # What was measured before is kept.
+    two = ["--shape", "1x8", "--shape", "2x8"]
+    status, out, _ = run("stack", config, *ON_CPU, *two, *skip)
+    assert status == 0
+    assert "forward+backward 1x8" in out
+    assert "failed: 2x8 tokens do not fit into cpu" in out
+    with (
+        pytest.raises(RuntimeError, match="another"),
+        models.fitting("these", CPU, "wait"),
+    ):
+        raise RuntimeError("another")
 
 
 def test_gemms_to_compile_ahead() -> None:

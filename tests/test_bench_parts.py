@@ -15,7 +15,7 @@ from bench_runs import (
 from tiny_models import IGNORE_LRU_CACHE, IGNORE_SCRIPT_METHOD
 from torch import Tensor, nn
 
-from jetrl_compile.bench import kernels, runs, targets
+from jetrl_compile.bench import gemms, kernels, runs, targets
 from jetrl_compile.bench.gradients import exact_linears, kind_of, sqnr
 from jetrl_compile.bench.profiling import KernelTime, group_of, profile_text
 from jetrl_compile.bench.results import Results, Row, compare, environment
@@ -39,13 +39,19 @@ def config(tmp_path: Path) -> str:
 
 def test_gradients_command(config: str, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    more = ["--way", "jetrl:lowering=aot", "--way", "bad:recipe=nothing"]
+    more = [
+        "--way",
+        "jetrl:lowering=aot",
+        "--way",
+        "bad:lowering=aot,providers=scaled_mm",
+    ]
     arguments = ["--device", "cpu", "--shape", "1x16", "--layers", 1, "--json", file]
     status, out, _ = run(
         "gradients", config, *arguments, *more, "--skip", "jetrl_paper"
     )
     assert status == 0
-    assert "failed: recipe 'nothing' is unknown" in out
+    assert "failed: " in out
+    assert "no provider accepts" in " ".join(out.split())
     rows = {(r["case"], r["way"]): r for r in json.loads(file.read_text())["rows"]}
     assert rows["all parameters", "eager"]["values"]["median dB"] in ("inf", 99.0)
     jetrl = rows["mlp.down_proj.weight", "jetrl"]["values"]
@@ -119,6 +125,46 @@ def test_a_broken_kernel_is_told_and_others_are_measured(
     assert rows["4x128", "quantize: 1x128"].timing is not None
 
 
+def test_operands_that_do_not_fit(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = gemms._operands
+
+    def operands(size: Any, *rest: Any) -> Any:
+        if size.name == "o":
+            raise torch.OutOfMemoryError
+        return real(size, *rest)
+
+    monkeypatch.setattr(gemms, "_operands", operands)
+    file = tmp_path / "out.json"
+    arguments = ["--m", 8, "--only", "gemm", "--json", file]
+    status, _, _ = run("kernels", config, *ON_CPU, *arguments)
+    assert status == 0
+    rows = {(r["case"], r["way"]): r for r in json.loads(file.read_text())["rows"]}
+    assert rows["fprop o M=8, recipe jetrl", gemms.BF16]["note"] == "out of memory"
+    assert rows["fprop qkv M=8, recipe jetrl", "reference"]["timing"]
+    assert not any(case.startswith("fprop all") for case, _ in rows)
+
+
+def test_nothing_but_a_copy_is_a_failure(
+    config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such instruction")
+
+    one = kernels.Kernel("quantize", "broken", kernels.KERNELS[0].inputs, broken)
+    monkeypatch.setattr(kernels, "KERNELS", (one,))
+    arguments = ["--m", 8, "--only", "quantize"]
+    assert run("kernels", config, *ON_CPU, *arguments)[0] == 1
+
+
+def test_kernels_of_other_models(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    status, out, err = run("kernels", tmp_path, *ON_CPU, "--m", 8)
+    assert (status, out) == (2, "")
+    assert "GPT2Config is no Llama-like config" in " ".join(err.split())
+
+
 def test_bytes_are_those_of_arguments_and_results() -> None:
     kernel = next(k for k in kernels.KERNELS if k.op == "silu_mul_quantize")
     _, moved = kernels._rotating(kernel, 4, 256, CPU)
@@ -175,6 +221,25 @@ def test_verdicts() -> None:
     missing = (Row("forward 4x2048", "jetrl", failed=True, note="out of memory"),)
     (first, _) = targets.verdicts(stack_results(1.0, rows=missing))
     assert (first.reached, first.reason) == (False, "out of memory")
+
+
+def test_verdicts_are_of_whole_models_and_default_ways() -> None:
+    def reasons(**settings: Any) -> set[str]:
+        found = targets.verdicts(stack_results(130.0, settings=settings))
+        assert len(found) == 2
+        return {verdict.reason for verdict in found}
+
+    plain = [
+        {"name": "eager", "kind": "eager", "options": {}},
+        {"name": "compile", "kind": "compile", "options": {}},
+        {"name": "jetrl", "kind": "jetrl", "options": {"recipe": "jetrl"}},
+    ]
+    assert reasons(layers=36, ways=plain) == {""}
+    assert reasons(layers=2, ways=plain) == {"2 of 36 layers were measured"}
+    other = [plain[0], {**plain[1], "options": {"backend": "eager"}}, plain[2]]
+    assert reasons(ways=other) == {"", "compile was measured with other options"}
+    other = [*plain[:2], {**plain[2], "options": {"recipe": "jetrl", "fuse": True}}]
+    assert reasons(ways=other) == {"jetrl was measured with other options"}
 
 
 @pytest.mark.parametrize(("ms", "status"), [(130.0, 0), (150.0, 1)])

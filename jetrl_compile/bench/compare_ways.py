@@ -16,6 +16,7 @@ from jetrl_compile.bench.memory import (
     held_bytes,
     peak_bytes,
 )
+from jetrl_compile.bench.models import fitting
 from jetrl_compile.bench.profiling import attention_kernels, write_profile
 from jetrl_compile.bench.results import PEAK, Row, compare
 from jetrl_compile.bench.steps import FORWARD, TRAIN, Shape, Steps
@@ -30,7 +31,7 @@ from jetrl_compile.bench.ways import (
     failure,
     graphs_compiled,
 )
-from jetrl_compile.errors import ProviderError
+from jetrl_compile.errors import ModelError, ProviderError
 from jetrl_compile.pipeline import CompileReport
 from jetrl_compile.report_sink import collect_reports
 
@@ -109,7 +110,14 @@ def compare_ways(
     with dynamo_for_many_ways():
         runners = [_Runner(spec) for spec in specs]
         for index, shape in enumerate(plan.shapes):
-            steps = make_steps(model, shape, plan.device)
+            try:
+                with fitting(f"{shape} tokens", plan.device, "give a smaller --shape"):
+                    steps = make_steps(model, shape, plan.device)
+            except ModelError as error:
+                if not rows:
+                    raise
+                rows += _not_made(runners, shape, plan, error)
+                continue
             for runner in runners:
                 plan.say(f"{runner.spec.name}, {shape}: compiling and warming up")
                 _warm_up(runner, runners, model, steps, plan)
@@ -123,6 +131,18 @@ def compare_ways(
             for runner in runners:
                 runner.captured = None  # its memory is needed for the next shape
     return compare(rows, BASELINES)
+
+
+def _not_made(
+    runners: Sequence[_Runner], shape: Shape, plan: Plan, error: ModelError
+) -> list[Row]:
+    """Return the rows of a shape that cannot be measured; others were."""
+    steps = (FORWARD,) if plan.forward_only else (FORWARD, TRAIN)
+    return [
+        Row(f"{step} {shape}", runner.spec.name, note=str(error), failed=True)
+        for step in steps
+        for runner in runners
+    ]
 
 
 @contextlib.contextmanager

@@ -127,9 +127,12 @@ def _measure(
 ) -> list[Row]:
     works: dict[str, Callable[[], object]] = {}
     problems: dict[str, str] = {}
-    pairs = _operands(size, role, m, clock.device)
-    works[BF16] = _bf16(pairs, role)
-    quantized = [_quantized(operands, pair) for operands in pairs]
+    try:
+        pairs = _operands(size, role, m, clock.device)
+        works[BF16] = _bf16(pairs, role)
+        quantized = [_quantized(operands, pair) for operands in pairs]
+    except Exception as error:  # memory, or a kernel's compiler
+        return [Row(case, BF16, note=failure(error), failed=True, table=TABLE)]
     shape = GemmShape(role, size.n, size.k, *pair, m=m, device_type=clock.device.type)
     for provider in PROVIDERS.values():
         if provider.name not in providers:
@@ -181,6 +184,8 @@ def _total(case: str, rows: list[Row], sizes: Sequence[GemmSize], m: int) -> lis
                 max(t.spread for t in found),
                 min(t.samples for t in found),
             )
+    if BF16 not in totals:
+        return []
     return [
         Row(case, name, timing, _values(flops, timing, totals[BF16]), table=TABLE)
         for name, timing in totals.items()

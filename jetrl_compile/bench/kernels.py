@@ -65,6 +65,11 @@ def _two_parts(rows: int, cols: int, device: torch.device) -> list[Tensor]:
     return [_random(rows, size, device=device) for size in sizes]
 
 
+def _codes(rows: int, cols: int, device: torch.device) -> list[Tensor]:
+    x = _random(rows, cols, device=device)
+    return [*ops.quantize(x, *GROUP, False, *_QUANTIZER, None)]
+
+
 def _norm(rows: int, cols: int, device: torch.device) -> list[Tensor]:
     x, residual = (_random(rows, cols, device=device) for _ in range(2))
     return [x, residual, _random(cols, device=device)]
@@ -112,6 +117,12 @@ KERNELS: tuple[Kernel, ...] = (
         "1x128, 128x128 of x^T",
         _matrix,
         lambda op, t: op(t, 0, *GROUP, *BLOCK, *_QUANTIZER),
+    ),
+    Kernel(
+        "requantize",
+        "1x128 to 1x128 of x^T",
+        _codes,
+        lambda op, t: op(*t, *GROUP, *GROUP, True, *_QUANTIZER, None),
     ),
     Kernel(
         "rms_norm_quantize",
@@ -176,7 +187,8 @@ def _measure(m: int, cols: int, clock: Clock, rounds: int, ms: float) -> list[Ro
     moved: dict[str, int] = {}
     problems: dict[str, str] = {}
     on_gpu = device.type == "cuda"
-    works[COPY], moved[COPY] = _copy(COPY_BYTES if on_gpu else 2 * m * cols, device)
+    size = COPY_BYTES if on_gpu else min(2 * m * cols, COPY_BYTES)
+    works[COPY], moved[COPY] = _copy(size, device)
     for kernel in KERNELS:
         name = f"{kernel.op}: {kernel.what}"
         try:

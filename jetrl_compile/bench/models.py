@@ -1,5 +1,7 @@
 """Models to measure: shapes by name, or a config folder; weights are random."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from torch import nn
 
 from jetrl_compile.errors import ModelError, one_line
 
+NO_MEMORY = "can't allocate memory"  # in the message of PyTorch's CPU allocator
 _COMMON = {"max_position_embeddings": 40960, "tie_word_embeddings": False}
 
 
@@ -128,6 +131,28 @@ def check_device(model: str, device: torch.device) -> None:
         )
 
 
+@contextmanager
+def fitting(what: str, device: torch.device, advice: str) -> Iterator[None]:
+    """Turn a lack of memory in the body into one line.
+
+    Args:
+        what: What is made there.
+        device: Where.
+        advice: What to do.
+
+    Raises:
+        ModelError: Memory ran out.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # on a CPU there is no class of its own
+        if not isinstance(error, torch.OutOfMemoryError) and NO_MEMORY not in str(
+            error
+        ):
+            raise
+        raise ModelError(f"{what} do not fit into {device}; {advice}") from None
+
+
 def make_model(config: Any, device: torch.device, seed: int = 0) -> nn.Module:
     """Make a causal model with random weights in BF16, in training mode.
 
@@ -143,16 +168,12 @@ def make_model(config: Any, device: torch.device, seed: int = 0) -> nn.Module:
 
     torch.manual_seed(seed)
     make: Any = AutoModelForCausalLM.from_config  # untyped
+    weights = f"the weights of {config.num_hidden_layers} layers"
     try:
-        with device:
+        with fitting(weights, device, "cut the model with --layers"), device:
             model: nn.Module = make(
                 config, dtype=torch.bfloat16, attn_implementation="sdpa"
             )
-    except torch.OutOfMemoryError:
-        raise ModelError(
-            f"the weights of {config.num_hidden_layers} layers do not fit into "
-            f"{device}; cut the model with --layers"
-        ) from None
     except (ValueError, TypeError) as error:
         raise ModelError(
             f"no causal model can be made of {type(config).__name__}: {one_line(error)}"
@@ -184,6 +205,15 @@ def linear_sizes(config: Any) -> tuple[tuple[int, int], ...]:
     hidden, inner, queries, keys = _widths(config)
     found = ((queries, hidden), (keys, hidden), (hidden, queries))
     return tuple(dict.fromkeys((*found, (inner, hidden), (hidden, inner))))
+
+
+def activation_widths(config: Any) -> tuple[int, ...]:
+    """Return the widths of the stream and of the MLP.
+
+    Raises:
+        ModelError: The config lacks one of the sizes.
+    """
+    return tuple(dict.fromkeys(_widths(config)[:2]))
 
 
 def _widths(config: Any) -> tuple[int, int, int, int]:

@@ -13,6 +13,7 @@ from jetrl_compile.bench.gemms import measure_gemms
 from jetrl_compile.bench.gradients import measure_gradients
 from jetrl_compile.bench.kernels import measure_kernels
 from jetrl_compile.bench.models import (
+    activation_widths,
     check_device,
     find_config,
     gemm_sizes,
@@ -29,8 +30,9 @@ from jetrl_compile.bench.steps import (
 )
 from jetrl_compile.bench.torchao_ahead import compile_quantizers
 from jetrl_compile.bench.warm import compile_ahead, gemm_shapes
-from jetrl_compile.bench.ways import TORCHAO, WaySpec, choose_ways
-from jetrl_compile.errors import ModelError
+from jetrl_compile.bench.ways import JETRL, TORCHAO, WaySpec, choose_ways
+from jetrl_compile.errors import ModelError, ProviderError
+from jetrl_compile.options import parse_options
 from jetrl_compile.recipe import recipe_names
 
 STACK_WAYS = ("eager", "compile", "jetrl")
@@ -88,7 +90,7 @@ def _run_ways(
 ) -> Results:
     device = torch.device(options.device)
     check_device(options.model, device)
-    specs = choose_ways(defaults, options.ways, options.skip)
+    specs = _choose(defaults, options)
     plan = Plan(
         device,
         tuple(map(parse_shape, options.shapes)),
@@ -119,7 +121,7 @@ def run_gradients(options: RunOptions, say: Say) -> Results:
     """Measure gradients against a float64-accumulated BF16 reference."""
     device = torch.device(options.device)
     check_device(options.model, device)
-    specs = choose_ways(GRADIENT_WAYS, options.ways, options.skip)
+    specs = _choose(GRADIENT_WAYS, options)
     shape = parse_shape(options.shapes[0])
     model, config = _make(options, specs, (shape,), say)
     rows = measure_gradients(model, specs, shape, device, say)
@@ -150,8 +152,7 @@ def run_kernels(
     config = find_config(model)
     rows: list[Row] = []
     if "quantize" in parts:
-        widths = dict.fromkeys((config.hidden_size, config.intermediate_size))
-        shapes = [(tokens[0], width) for width in widths]
+        shapes = [(tokens[0], width) for width in activation_widths(config)]
         rows += measure_kernels(shapes, device, rounds, say)
     if "gemm" in parts:
         _release(device)
@@ -159,6 +160,27 @@ def run_kernels(
         rows += measure_gemms(gemm_sizes(config), tokens, device, rounds, say)
     settings = {"tokens": list(tokens), "rounds": rounds, "parts": list(parts)}
     return _results("kernels", model, rows, device, settings)
+
+
+def _choose(defaults: Iterable[str], options: RunOptions) -> list[WaySpec]:
+    """Return the ways; what cannot be told apart from a typing error ends here.
+
+    Raises:
+        JetRLError: A way or an option of the backend jetrl is unknown, or the way to
+            profile is not there.
+    """
+    specs = choose_ways(defaults, options.ways, options.skip)
+    for spec in specs:
+        if spec.kind == JETRL:
+            parse_options(spec.options)
+    if options.profile is not None and options.profile_way not in {
+        spec.name for spec in specs
+    }:
+        raise ProviderError(
+            f"there is no usable way {options.profile_way!r} to profile; choose one "
+            "with --profile-way"
+        )
+    return specs
 
 
 def _make(

@@ -11,6 +11,7 @@ from jetrl_compile.errors import ModelError
 from jetrl_compile.layers import decoder_layers
 
 FORWARD, TRAIN = "forward", "forward+backward"
+MOST_TOKENS = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,15 @@ def parse_shape(text: str) -> Shape:
         ModelError: It cannot be read.
     """
     batch, _, length = text.partition("x")
-    if not (batch.isdecimal() and length.isdecimal() and int(batch) and int(length)):
+    shape = Shape(0, 0)
+    if batch.isdecimal() and length.isdecimal():
+        shape = Shape(int(batch), int(length))
+    if not 1 <= shape.tokens <= MOST_TOKENS:
         raise ModelError(
-            f"the shape {text!r} cannot be read; write BATCHxLENGTH, such as 4x2048"
+            f"the shape {text!r} cannot be read; write BATCHxLENGTH, such as 4x2048, "
+            f"at most {MOST_TOKENS:,} tokens"
         )
-    return Shape(int(batch), int(length))
+    return shape
 
 
 @dataclass(frozen=True)

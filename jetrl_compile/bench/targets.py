@@ -5,6 +5,7 @@ Ratios hold on one H200. A target is checked where its case was measured.
 
 from dataclasses import dataclass
 
+from jetrl_compile.bench.models import BUILT_IN
 from jetrl_compile.bench.results import PEAK_OVER, Results
 from jetrl_compile.bench.steps import FORWARD, TRAIN
 
@@ -68,6 +69,8 @@ def _over(model: str, case: str, *bounds: tuple[str, float]) -> list[Target]:
 _8B = "qwen3-8b"
 # Checked where it is asked for: --way saved_e4m3:saved_gate_up=e4m3
 SMALL = "saved_e4m3"
+SMALL_OPTIONS = {"saved_gate_up": "e4m3"}
+_DEFAULT = ("recipe", "jetrl")
 TARGETS: tuple[Target, ...] = (
     *_over(_8B, f"{TRAIN} 4x2048", ("compile", 1.40), ("eager", 1.86)),
     *_over(_8B, f"{FORWARD} 4x2048", ("compile", 1.40), ("eager", 1.87)),
@@ -95,6 +98,8 @@ TARGETS: tuple[Target, ...] = (
 )
 # Each measured kernel at 8192 tokens must reach this part of the copy's bandwidth.
 OF_COPY, OF_COPY_AT_LEAST, OF_COPY_TOKENS = "of copy", 0.80, "8192x"
+# Of these as many layers are measured as fit; of all others every layer.
+CUT = ("qwen3-32b",)
 
 
 def verdicts(results: Results) -> list[Verdict]:
@@ -110,10 +115,13 @@ def verdicts(results: Results) -> list[Verdict]:
             continue
         if target.case not in cases:
             continue
+        why = _not_comparable(target, results)
         row = results.find(target.case, target.way)
         if row is None and target.way == SMALL:
             continue
-        if row is None:
+        if why:
+            found.append(Verdict(target, None, why))
+        elif row is None:
             found.append(Verdict(target, None, f"{target.way} was not measured"))
         elif row.failed:
             found.append(Verdict(target, None, row.note))
@@ -122,6 +130,22 @@ def verdicts(results: Results) -> list[Verdict]:
             reason = "" if measured is not None else f"no {target.value}"
             found.append(Verdict(target, measured, reason))
     return found
+
+
+def _not_comparable(target: Target, results: Results) -> str:
+    """Return why a run is not what a target is about, or ""."""
+    layers = results.settings.get("layers")
+    if target.kind == "stack" and layers is not None and target.model not in CUT:
+        every = BUILT_IN[target.model]["num_hidden_layers"]
+        if layers != every:
+            return f"{layers} of {every} layers were measured"
+    compared = {target.way, target.value.rpartition("over ")[2]}
+    for way in results.settings.get("ways", ()):
+        options = {k: v for k, v in way["options"].items() if (k, v) != _DEFAULT}
+        wanted = SMALL_OPTIONS if way["name"] == SMALL else {}
+        if way["name"] in compared and options != wanted:
+            return f"{way['name']} was measured with other options"
+    return ""
 
 
 def _copy_targets(results: Results) -> list[Target]:
@@ -137,7 +161,7 @@ def _copy_targets(results: Results) -> list[Target]:
         )
         for row in results.rows
         if results.kind == "kernels"
-        and OF_COPY_TOKENS in row.case
+        and row.case.startswith(OF_COPY_TOKENS)
         and row.way not in ("copy", "reference")
         and (OF_COPY in row.values or row.failed)
     ]

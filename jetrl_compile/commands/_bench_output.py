@@ -1,5 +1,7 @@
 """How `jetrl bench` prints what it found."""
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jetrl_compile.commands._terminal import console
@@ -23,6 +25,37 @@ _FORMATS = {
 
 # Ratios come first, the baselines in this order.
 _FIRST = ("over eager", "over compile", "over torchao", "over BF16")
+
+
+def check_outputs(model: str, *outputs: Path | None) -> None:
+    """Check that files can be written, before minutes are spent on what they get.
+
+    Args:
+        model: A shape's name, or a config folder, whose config is no output.
+        outputs: Files that will be written; None: not asked for.
+
+    Raises:
+        OutputError: One cannot be written, two are one, or one is the model's config.
+    """
+    from jetrl_compile.errors import OutputError
+    from jetrl_compile.files import refuse_inputs
+
+    given = [path for path in outputs if path is not None]
+    refuse_inputs(given, [Path(model) / "config.json"])
+    for path in given:
+        folder = Path(os.path.realpath(path)).parent
+        reason = "it is a folder" if path.is_dir() else ""
+        if not folder.is_dir():
+            reason = f"there is no folder {folder}"
+        elif not os.access(folder, os.W_OK):
+            reason = f"the folder {folder} is read-only"
+        if len({os.path.realpath(other) for other in given}) < len(given):
+            reason = "another result goes there too"
+        if reason:
+            raise OutputError(
+                f"cannot write {path}: {reason}; name a file in a folder that exists "
+                "and can be written"
+            )
 
 
 def print_results(results: "Results") -> None:

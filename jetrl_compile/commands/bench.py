@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jetrl_compile.commands._bench_output import print_results, print_verdicts
+from jetrl_compile.commands._bench_output import (
+    check_outputs,
+    print_results,
+    print_verdicts,
+)
 from jetrl_compile.commands._terminal import progress, write_output
 
 if TYPE_CHECKING:
@@ -103,7 +107,7 @@ def kernels(
     check: Check = False,
 ) -> None:
     """Quantize and fused kernels in GB/s, GEMMs in TFLOP/s by provider and role."""
-    with _measuring() as say:
+    with _measuring(model, output) as say:
         from jetrl_compile.bench.runs import run_kernels
 
         parts = [only.value] if only else [part.value for part in Part]
@@ -127,7 +131,7 @@ def layer(
     check: Check = False,
 ) -> None:
     """Time one decoder layer: BF16 eager and compiled, torchao's FP8, jetrl."""
-    with _measuring() as say:
+    with _measuring(model, output, profile) as say:
         from jetrl_compile.bench import runs
 
         options = runs.RunOptions(
@@ -163,7 +167,7 @@ def stack(
     check: Check = False,
 ) -> None:
     """Time a decoder stack and tell its memory: BF16 eager and compiled, jetrl."""
-    with _measuring() as say:
+    with _measuring(model, output, profile) as say:
         from jetrl_compile.bench import runs
 
         options = runs.RunOptions(
@@ -196,7 +200,7 @@ def gradients(
     output: Json = None,
 ) -> None:
     """Gradient SQNR in dB against BF16 with float64 accumulation."""
-    with _measuring() as say:
+    with _measuring(model, output) as say:
         from jetrl_compile.bench import runs
 
         options = runs.RunOptions(
@@ -212,8 +216,9 @@ def gradients(
 
 
 @contextmanager
-def _measuring() -> Iterator[Callable[[str], None]]:
+def _measuring(model: str, *outputs: Path | None) -> Iterator[Callable[[str], None]]:
     """Show what is measured: on a terminal in place, elsewhere a line each."""
+    check_outputs(model, *outputs)
     # Read when torch first allocates: many ways in one process fragment memory.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if sys.stderr.isatty():
@@ -230,7 +235,7 @@ def _finish(results: "Results", output: Path | None, check: bool) -> None:
     print_results(results)
     if output is not None:
         write_output(json.dumps(results.as_json(), indent=1) + "\n", output)
-    failed = not any(row.timing or row.values for row in results.rows)
+    failed = all(row.failed or row.way == "copy" for row in results.rows)
     if check:
         from jetrl_compile.bench.targets import verdicts
         from jetrl_compile.errors import ProviderError
