@@ -134,6 +134,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             ROWS=ROPE_ROWS,
             HALF=1 << (size // 2 - 1).bit_length(),
             num_warps=4,
+            # Else LLVM makes a product that is rounded to BF16, and the sum that reads
+            # it, one multiply-add in BF16, which rounds once.
+            enable_fp_fusion=False,
         )
     return out
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
@@ -292,7 +293,11 @@ class FlashBuilder(Base):
         )
 
 
-class Generic(Base):
+class Generic(Base, ABC):
+    @abstractmethod
+    def __init__(self, spec: Any, names: Any, config: Any, device: Any) -> None:
+        self.vllm_config = config
+
     def __class_getitem__(cls, _: Any) -> Any:
         return cls
 
@@ -343,10 +348,10 @@ def test_triton_backend_reads_vllms_cache(backends: Any) -> None:
     assert backend.supports_head_size(64)
     assert not backend.supports_head_size(512)
     implementation = backend.get_impl_cls()()
-    builder = backend.get_builder_cls()()
-    assert builder.use_cascade_attention() is False
     lengths = SimpleNamespace(max_model_len=1024)
-    builder.vllm_config = SimpleNamespace(model_config=lengths)
+    config = SimpleNamespace(model_config=lengths)
+    builder = backend.get_builder_cls()(None, [], config, "cpu")
+    assert builder.use_cascade_attention() is False
     torch.manual_seed(0)
     cache = torch.randn(4, 2, 16, 1, 64).bfloat16()
     q = torch.randn(3, 2, 64).bfloat16()

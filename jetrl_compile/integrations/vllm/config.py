@@ -150,7 +150,10 @@ class GuardedEmbeddingMethod(UnquantizedEmbeddingMethod):
     def __init__(self, state: WeightState, exact: bool = False) -> None:
         super().__init__()
         self.state = state
-        self.exact = exact
+        self.provider = ""  # of the output head, in exact mode
+        if exact:
+            cuda = torch.cuda.is_available()
+            self.provider = bf16_gemm_provider("cuda" if cuda else "cpu")
 
     def apply(
         self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None
@@ -162,9 +165,9 @@ class GuardedEmbeddingMethod(UnquantizedEmbeddingMethod):
         """
         if not torch.compiler.is_compiling():
             self.state.check()
-        if self.exact:
+        if self.provider:
             weight: Any = layer.weight
-            product: Tensor = bf16_gemm(x, weight, bf16_gemm_provider(x.device.type))
+            product: Tensor = bf16_gemm(x, weight, self.provider)
             return product if bias is None else product + bias
         logits: Tensor = super().apply(layer, x, bias)
         return logits

@@ -51,6 +51,11 @@ class ExactTritonBuilder(AttentionMetadataBuilder[ExactMetadata]):
     # A captured grid has as many tiles of queries as the longest request had.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
     def build(
         self,
         common_prefix_len: int,
