@@ -29,10 +29,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8_per_block": {"quantization": "fp8_per_block"},
     "jetrl": {"quantization": "jetrl"},
-    "jetrl_prefetch": {
-        "quantization": "jetrl",
-        "additional_config": {"jetrl": {"prefetch": True}},
-    },
     "jetrl_whole_graph": {"quantization": "jetrl", "compilation_config": WHOLE_GRAPH},
 }
 PROMPT = 128

@@ -23,7 +23,6 @@ MIN_AMAX_FLOOR: float = torch.finfo(torch.float32).tiny * E4M3_MAX
 _torch_library: Any = torch.library  # untyped in torch 2.13
 _LIBRARY = _torch_library.Library(NAMESPACE, "FRAGMENT")
 # Inductor may otherwise re-stride the arguments of an op that it does not know.
-_PARTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 
@@ -43,7 +42,6 @@ def define(
             `launch_plans` may repeat it.
     """
     name = schema.partition("(")[0]
-    _PARTS[name] = (kernel, fake)
     if repeats:
         kernel = planned(name)(kernel)
     _LIBRARY.define(schema, tags=_TAGS)
@@ -51,15 +49,6 @@ def define(
     _torch_library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     op: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
     return op
-
-
-def parts_of(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return what runs an operator of this namespace, and what traces it.
-
-    Args:
-        name: Of the operator, without its namespace.
-    """
-    return _PARTS[name]
 
 
 def differentiate(

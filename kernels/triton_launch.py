@@ -22,8 +22,6 @@ ANY_VALUE = [
     "scale_stride_x",
     "gate_scale_stride",
     "up_scale_stride",
-    "next_rows",
-    "work",
 ]
 
 

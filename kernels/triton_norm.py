@@ -12,7 +12,6 @@ has so many: `scale_rows_quantize` makes it in a second launch, from `rstd`.
 import torch
 from torch import Tensor
 
-from jetrl_compile.kernels.bring_ahead import brought
 from jetrl_compile.kernels.launch_recorder import launch_kernel
 from jetrl_compile.kernels.triton_common import (
     cannot_run,
@@ -109,8 +108,7 @@ def rms_norm_quantize(
     if r and c:
         first, last = split_groups(-(-c // TILE))
         with on_device(x):
-            ahead = brought(r)
-            launch_kernel(norm_kernel, (r + ahead.programs,), overlaps(x.device))(
+            launch_kernel(norm_kernel, (r,), overlaps(x.device))(
                 x,
                 added,
                 _aligned(weight),
@@ -125,16 +123,11 @@ def rms_norm_quantize(
                 codes.stride(0),
                 scale_stride,
                 eps,
-                ahead.matrix,
-                ahead.rows,
-                ahead.stride,
-                r,
                 FIRST=first,
                 LAST=last,
                 FULL=(first + last) * TILE == c,
                 FLOOR=amax_floor,
                 UE8M0=scale_format == "ue8m0",
-                NEXT_LINES=ahead.lines,
                 num_warps=warps_of(first + last),
             )
     turned = no_output(device)

@@ -12,11 +12,7 @@ from jetrl_compile.kernels.triton_common import (
     tl,
 )
 from jetrl_compile.kernels.triton_launch import kernel
-from jetrl_compile.kernels.triton_overlap import (
-    after_the_last_kernel,
-    bring,
-    let_the_next_get_ready,
-)
+from jetrl_compile.kernels.triton_overlap import after_the_last_kernel
 from jetrl_compile.kernels.triton_quads import (
     HALF,
     WIDTH,
@@ -125,24 +121,13 @@ def norm_kernel(
     code_stride: tl.tensor,
     scale_stride: tl.tensor,
     eps: tl.tensor,
-    next_weight: tl.tensor,
-    next_rows: tl.tensor,
-    next_stride: tl.tensor,
-    work: tl.tensor,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
     FULL: tl.constexpr,
     FLOOR: tl.constexpr,
     UE8M0: tl.constexpr,
-    NEXT_LINES: tl.constexpr,
 ) -> None:
     """Run `triton_norm.rms_norm_quantize` on a row of FIRST + LAST groups of 128."""
-    if next_weight is not None:
-        added = tl.program_id(0) - work
-        if added >= 0:
-            let_the_next_get_ready()
-            bring(next_weight, added, next_rows, next_stride, NEXT_LINES)
-            return
     after_the_last_kernel()
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride

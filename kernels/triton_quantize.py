@@ -17,7 +17,6 @@ from torch import Tensor
 from jetrl_compile.errors import ProviderError
 from jetrl_compile.formats import AMAX_FLOOR, short_name
 from jetrl_compile.granularity import BLOCK_128X128, GROUP_1X128, Granularity
-from jetrl_compile.kernels.bring_ahead import brought
 from jetrl_compile.kernels.launch_recorder import launch_kernel
 from jetrl_compile.kernels.layouts import empty_quantized
 from jetrl_compile.kernels.triton_common import (
@@ -245,8 +244,7 @@ def _launch_rows(
     # A warp has two rows at a time. Few rows (decoding): more programs.
     height, warps = (32, 4) if rows > 16 else (4, 1)
     work = -(-cols // SIDE) * -(-rows // height)
-    ahead = brought(rows)
-    launch_kernel(rows_kernel, (work + ahead.programs,), overlaps(x.device))(
+    launch_kernel(rows_kernel, (work,), overlaps(x.device))(
         x,
         x.stride(0),
         codes,
@@ -255,15 +253,10 @@ def _launch_rows(
         scales.stride(1),
         rows,
         cols,
-        ahead.matrix,
-        ahead.rows,
-        ahead.stride,
-        work,
         FLOOR=amax_floor,
         UE8M0=ue8m0,
         EVEN=cols % SIDE == 0,
         HEIGHT=height,
-        NEXT_LINES=ahead.lines,
         num_warps=warps,
     )
 

@@ -17,12 +17,7 @@ from jetrl_compile.kernels.triton_common import (
     round_bf16,
     tl,
 )
-from jetrl_compile.kernels.triton_overlap import (
-    after_the_last_kernel,
-    bring,
-    let_the_next_get_ready,
-    prefetch,
-)
+from jetrl_compile.kernels.triton_overlap import after_the_last_kernel, prefetch
 from jetrl_compile.kernels.triton_tiles import quantize_quad, quantize_turned
 from jetrl_compile.kernels.triton_words import pack
 
@@ -36,8 +31,6 @@ ANY_VALUE = [
     "seam1",
     "seam2",
     "ahead",
-    "next_rows",
-    "work",
 ]
 # What a kernel makes of a tile, straight or transposed.
 NONE, GROUPS, BLOCKS = 0, 1, 2
@@ -54,23 +47,12 @@ def rows_kernel(
     scales_stride: tl.tensor,
     R: tl.tensor,
     C: tl.tensor,
-    next_weight: tl.tensor,
-    next_rows: tl.tensor,
-    next_stride: tl.tensor,
-    work: tl.tensor,
     FLOOR: tl.constexpr,
     UE8M0: tl.constexpr,
     EVEN: tl.constexpr,
     HEIGHT: tl.constexpr,
-    NEXT_LINES: tl.constexpr,
 ) -> None:
     """Quantize (R, C) in 1x128 groups; a program takes HEIGHT groups of one column."""
-    if next_weight is not None:
-        added = tl.program_id(0) - work
-        if added >= 0:
-            let_the_next_get_ready()
-            bring(next_weight, added, next_rows, next_stride, NEXT_LINES)
-            return
     after_the_last_kernel()
     groups = tl.cdiv(C, 128)
     group = tl.program_id(0) % groups

@@ -9,7 +9,6 @@ matrix, bit for bit. Bits of a row do not depend on the number of rows.
 import torch
 from torch import Tensor
 
-from jetrl_compile.kernels.bring_ahead import brought
 from jetrl_compile.kernels.launch_recorder import launch_kernel
 from jetrl_compile.kernels.layouts import E4M3
 from jetrl_compile.kernels.triton_common import (
@@ -104,10 +103,8 @@ def silu_mul_quantize(
     launch = TWICE if turned or rows != 1 else STRAIGHT
     if r and c:
         with on_device(gate):
-            work, ahead = launch.tiles(r, c), brought(r)
-            launch_kernel(
-                forward_kernel, (work + ahead.programs,), overlaps(gate.device)
-            )(
+            work = launch.tiles(r, c)
+            launch_kernel(forward_kernel, (work,), overlaps(gate.device))(
                 gate,
                 up,
                 codes,
@@ -123,17 +120,12 @@ def silu_mul_quantize(
                 scale_stride,
                 codes_t.stride(0),
                 scale_stride_t,
-                ahead.matrix,
-                ahead.rows,
-                ahead.stride,
-                work,
                 QUARTER=launch.height // 4,
                 BLOCKS=rows != 1,
                 BLOCKS_T=rows_t > 1,
                 FULL=launch.is_full(r, c),
                 FLOOR=amax_floor,
                 UE8M0=scale_format == "ue8m0",
-                NEXT_LINES=ahead.lines,
                 num_warps=launch.warps,
                 maxnreg=launch.registers,
             )

@@ -8,11 +8,7 @@ from functools import partial
 
 from jetrl_compile.kernels.triton_common import jit, tl
 from jetrl_compile.kernels.triton_launch import kernel
-from jetrl_compile.kernels.triton_overlap import (
-    after_the_last_kernel,
-    bring,
-    let_the_next_get_ready,
-)
+from jetrl_compile.kernels.triton_overlap import after_the_last_kernel
 from jetrl_compile.kernels.triton_quads import (
     WIDTH,
     load_codes,
@@ -45,25 +41,14 @@ def forward_kernel(
     scale_stride: tl.tensor,
     code_stride_t: tl.tensor,
     scale_stride_t: tl.tensor,
-    next_weight: tl.tensor,
-    next_rows: tl.tensor,
-    next_stride: tl.tensor,
-    work: tl.tensor,
     QUARTER: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_T: tl.constexpr,
     FULL: tl.constexpr,
     FLOOR: tl.constexpr,
     UE8M0: tl.constexpr,
-    NEXT_LINES: tl.constexpr,
 ) -> None:
     """Run `triton_silu.silu_mul_quantize` on a tile."""
-    if next_weight is not None:
-        added = tl.program_id(0) - work
-        if added >= 0:
-            let_the_next_get_ready()
-            bring(next_weight, added, next_rows, next_stride, NEXT_LINES)
-            return
     after_the_last_kernel()
     row, col = tile_origin(tl.program_id(0), cols, QUARTER)
     g = load_quad(gate, row, col, rows, cols, gate_stride, QUARTER, FULL)

@@ -1,14 +1,12 @@
 """The pass where it runs in an engine: inside Inductor, and as a backend."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
-from torch.fx import Graph
 from vllm_engine_model import EngineModel, make_trainer
 
 from jetrl_compile.errors import LoweringError
@@ -113,42 +111,3 @@ def test_layer_in_another_precision_is_an_error() -> None:
         compiled(ids, ids)
     error = caught.value
     assert isinstance(getattr(error, "inner_exception", error), LoweringError)
-
-
-def test_quantizers_bring_the_next_weight() -> None:
-    model = engine_model("qwen3")
-    reports = Reports()
-    settings = replace(SETTINGS, prefetch=True)
-    seen: list[str] = []
-
-    class Watched(EnginePass):
-        def __call__(self, graph: Graph) -> None:
-            super().__call__(graph)
-            for node in graph.nodes:
-                if str(node.target).startswith("jetrl.") and "ahead" in str(
-                    node.target
-                ):
-                    weight = node.args[-1]
-                    assert weight.op in ("placeholder", "get_attr")
-                    seen.append(str(node.target).split(".")[1])
-
-    hook = Watched(settings, reports)
-    ids = torch.arange(16) * 7 % 256
-    with torch.no_grad():
-        compiled: Any = torch.compile(model.model, fullgraph=True, options={HOOK: hook})
-        made = compiled(ids, torch.arange(16))
-        check_close(model, made)
-        torch._dynamo.reset()
-        plain = EnginePass(SETTINGS, Reports())
-        other: Any = torch.compile(model.model, fullgraph=True, options={HOOK: plain})
-        assert torch.equal(other(ids, torch.arange(16)), made)
-    assert sorted(seen) == [
-        "quantize_ahead",
-        "rms_norm_quantize_ahead",
-        "rms_norm_quantize_ahead",
-        "silu_mul_quantize_ahead",
-    ]
-    # The graph was read before.
-    assert len(reports) == 1
-    assert reports[0].lowered == {"fprop": 7, "dgrad": 0, "wgrad": 0}
-    assert hook.uuid() != plain.uuid()

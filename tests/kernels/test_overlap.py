@@ -14,8 +14,6 @@ from jetrl_compile.kernels import triton_device
 
 KERNELS = Path(triton_device.__file__).parent
 WAIT = "after_the_last_kernel"
-# What programs do that read nothing of the kernels before.
-ONLY_BRING = ["let_the_next_get_ready", "bring"]
 
 
 def _waits() -> dict[str, bool]:
@@ -25,22 +23,8 @@ def _waits() -> dict[str, bool]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
                 body = node.body[1:] if ast.get_docstring(node) else node.body
-                if body and _only_brings(body[0]):
-                    body = body[1:]
                 found[node.name] = bool(body) and ast.unparse(body[0]) == f"{WAIT}()"
     return found
-
-
-def _only_brings(statement: ast.stmt) -> bool:
-    if not isinstance(statement, ast.If) or not isinstance(statement.body[-1], ast.If):
-        return False
-    calls = [
-        ast.unparse(node.value.func)
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-    ]
-    ends = isinstance(statement.body[-1].body[-1], ast.Return)
-    return calls == ONLY_BRING and ends
 
 
 def _overlapped() -> set[str]:

@@ -18,7 +18,6 @@ from jetrl_compile.capture import PlaceholderInfo, capture
 from jetrl_compile.captured_graph import CapturedGraph
 from jetrl_compile.errors import LoweringError
 from jetrl_compile.formats import Flow
-from jetrl_compile.integrations.vllm.bring_weights import bring_weights
 from jetrl_compile.integrations.vllm.graph_reading import EngineContext, infos_by_reader
 from jetrl_compile.integrations.vllm.settings import Reports, Settings
 from jetrl_compile.integrations.vllm.sharding import WholeShapes
@@ -54,7 +53,6 @@ class EnginePass(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         """Rewrite a graph in place."""
         self.reports.append(run_passes(graph, self.settings))
-        finish(graph, self.settings)
 
     def uuid(self) -> Any:
         """Identify the pass for compile caches: its sources and settings."""
@@ -67,14 +65,8 @@ def identity(settings: Settings) -> str:
     Args:
         settings: Of the engine.
     """
-    switches = f"{settings.fuse} {settings.prefetch} {settings.exact}"
+    switches = f"{settings.fuse} {settings.exact}"
     return f"jetrl {source_hash()} {settings.recipe!r} {switches}"
-
-
-def finish(graph: Graph, settings: Settings) -> None:
-    """Do what leaves the precision flow alone, once a graph has been read."""
-    if settings.prefetch:
-        bring_weights(graph)
 
 
 def run_passes(

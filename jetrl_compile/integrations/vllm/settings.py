@@ -9,7 +9,7 @@ from jetrl_compile.errors import RecipeError
 from jetrl_compile.kernels.dispatch import get_provider
 from jetrl_compile.recipe import Recipe, get_recipe
 
-KEYS = ("recipe", "providers", "fuse", "prefetch", "exact")
+KEYS = ("recipe", "providers", "fuse", "exact")
 
 
 class Reports(list[Any]):
@@ -27,7 +27,6 @@ class Settings:
         recipe: The recipe.
         providers: GEMM providers, the preferred one first; None: by device.
         fuse: Whether the quantizers are fused into norms and activations.
-        prefetch: Whether quantizers bring the next weight into the L2 cache.
         exact: Whether a token has the same bits in every batch, and in the trainer.
         dummy: Whether the engine fills its weights with random numbers.
     """
@@ -35,7 +34,6 @@ class Settings:
     recipe: Recipe
     providers: tuple[str, ...] | None = None
     fuse: bool = True
-    prefetch: bool = False
     exact: bool = False
     dummy: bool = False
 
@@ -71,7 +69,6 @@ def read_settings(given: Mapping[str, Any], engine: Any) -> Settings:
         recipe=get_recipe(chosen.get("recipe", "jetrl")),
         providers=names,
         fuse=bool(chosen.get("fuse", True)),
-        prefetch=bool(chosen.get("prefetch", False)),
         exact=bool(chosen.get("exact", False)),
         dummy=str(getattr(engine.load_config, "load_format", "")) == "dummy",
     )

@@ -16,7 +16,6 @@ from jetrl_compile.errors import LoweringError
 from jetrl_compile.graph_inputs import match_placeholders, placeholder_infos
 from jetrl_compile.integrations.vllm.compile_pass import (
     HOOK,
-    finish,
     identity,
     run_passes,
 )
@@ -59,7 +58,6 @@ class WholeGraphPass(CustomGraphPass):
         """Rewrite the graph in place."""
         placeholders = match_placeholders(graph, self.infos, self.shapes)
         self.reports.append(run_passes(graph, self.settings, placeholders))
-        finish(graph, self.settings)
 
     def uuid(self) -> Any:
         """Identify the pass for compile caches."""
