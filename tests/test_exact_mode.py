@@ -1,9 +1,11 @@
 """Exact mode on a CPU: sampled log-probs are the trainer's, bit for bit."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from exact_models import (
     VOCABULARY,
     compiled,
@@ -17,10 +19,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._inductor.utils import fresh_cache
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from jetrl_compile.containment import check_containment
 from jetrl_compile.errors import LoweringError, ModelError, RecipeError
 from jetrl_compile.exact_attention import NAME, is_exact, use_exact_attention
+from jetrl_compile.layers import compile_layers
 from jetrl_compile.options import parse_options
 from jetrl_compile.report_sink import collect_reports
 from jetrl_compile.rollout import refit
@@ -126,6 +131,30 @@ def test_bits_stay_equal_after_a_step_and_fused_or_not(kind: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         refit(rollout, trainer.named_parameters())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_fsdp2_with_masters_in_fp32(tmp_path: Path) -> None:
+    tokens, mask = left_padded([9, 12, 3], 1)
+    trainer, rollout = make_pair("qwen3")
+    decode = compiled(rollout, "rollout", fuse=True)
+    sampled = rollout_log_probs(decode, tokens, mask, [5, *[1] * 7])
+    torch._dynamo.reset()
+    init = f"file://{tmp_path}/store"
+    dist.init_process_group("gloo", init_method=init, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        trainer.float()
+        compile_layers(trainer, lowering="aot", exact=True, fuse=True)
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        for part in (*trainer.get_submodule("model").layers, trainer):
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+        trained = of_tokens(trainer_log_probs(trainer, tokens, mask), mask)
+        assert torch.equal(trained, of_tokens(sampled, mask))
+        torch.autograd.backward(trained.mean())
+        assert all(p.grad is not None for p in trainer.parameters())
+    finally:
+        dist.destroy_process_group()
 
 
 def test_inductor_gives_the_same_bits() -> None:
