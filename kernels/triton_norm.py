@@ -215,7 +215,8 @@ def scale_rows_quantize(
     Returns:
         Codes (R, C) or (C, R), and scales.
     """
-    x, factors, weight = word_rows(x), rstd.reshape(-1), _aligned(weight)
+    x, weight = word_rows(x), _aligned(weight)
+    factors = rstd.reshape(-1).contiguous()
     r, c = x.shape
     shape = (c, r) if transpose else (r, c)
     codes, scales, scale_stride = outputs(shape, rows, cols, x.device, transpose)
@@ -254,12 +255,13 @@ def _not_bf16(inputs: list[Tensor]) -> str | None:
 def _aligned(x: Tensor) -> Tensor:
     """Return x where its rows begin as those of a fresh tensor do, else a copy.
 
+    Of a vector, elements must be adjacent: a view of a wider one may have them apart.
     Triton spreads a row over threads by the alignment of its reads, and the order of
     the sum follows: it must depend on C alone.
     """
     cols = x.shape[-1]
-    stride = cols if x.dim() == 1 else x.stride(0)
-    alike = stride == cols or (stride % 16 == 0 and cols % 16 == 0)
+    stride = cols * x.stride(0) if x.dim() == 1 else x.stride(0)
+    alike = stride == cols or (x.dim() > 1 and stride % 16 == cols % 16 == 0)
     if alike and x.data_ptr() % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)

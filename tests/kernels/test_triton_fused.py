@@ -106,8 +106,9 @@ def check_norm(
     residual: Tensor | None,
     turned: tuple[int, int] = BLOCK,
     scale_format: str = "fp32",
+    weight: Tensor | None = None,
 ) -> None:
-    weight = normal(x.shape[-1], seed=3)
+    weight = normal(x.shape[-1], seed=3) if weight is None else weight
     args = (x, residual, weight, EPS, *GROUP, *turned, scale_format, FLOOR)
     assert triton_norm.rms_norm_quantize_rejects(*args) is None
     kept = empty(x.numel() // x.shape[-1], x.shape[-1])
@@ -235,6 +236,22 @@ def test_rows_that_lie_apart() -> None:
     check_backward(wide[:, 4:260], wide[:, 261:517], wide[:, 200:456])
     odd = normal(5, 513)
     check_silu(odd[:, :256], odd[:, 256:512])
+
+
+def test_weights_that_do_not_lie_together() -> None:
+    x = normal(5, 256)
+    check_norm(x, None, weight=normal(256, 2)[:, 0])
+    check_norm(x, x, weight=normal(1).expand(256))
+    check_norm(x, None, NONE, weight=normal(257)[1:])
+
+
+def test_factors_that_do_not_lie_together() -> None:
+    x, weight = normal(130, 256), normal(256, seed=3)
+    for rstd in (torch.rand(130, 2)[:, :1] + 0.5, torch.rand(1, 1).expand(130, 1)):
+        args = (weight, *BLOCK, True, "fp32", FLOOR)
+        made = triton_norm.scale_rows_quantize(x, rstd, *args)
+        wanted = triton_norm.scale_rows_quantize(x, rstd.clone().contiguous(), *args)
+        assert all(map(same, made, wanted))
 
 
 def test_runs_are_alike_whether_or_not_the_matrix_is_kept() -> None:
