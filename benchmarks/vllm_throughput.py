@@ -117,10 +117,13 @@ def main(
         warm_up(Wanted(folder, batches(sequences)), say=typer.echo)
         workers = []
         for name in names:
-            whole = {"VLLM_USE_AOT_COMPILE": "0"} if "whole" in name else {}
+            # As vLLM comes: an engine in the process that asks waits for that one.
+            variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+            if "whole" in name:
+                variables["VLLM_USE_AOT_COMPILE"] = "0"
             args = (name, folder, sequences, tokens, cache)
             log = logs / f"throughput_{model}_{name}.log" if logs else None
-            workers.append(Worker(name, start, *args, log=log, environment=whole))
+            workers.append(Worker(name, start, *args, log=log, environment=variables))
         ready = wait_all(workers, typer.echo)
         for worker in list(ready):  # the same batches as those that are measured
             try:
