@@ -93,7 +93,7 @@ def _run_ways(
     specs = _choose(defaults, options)
     plan = Plan(
         device,
-        tuple(map(parse_shape, options.shapes)),
+        tuple(dict.fromkeys(map(parse_shape, options.shapes))),
         rounds=options.rounds,
         forward_only=options.forward_only,
         graphs=options.graphs,
@@ -149,7 +149,7 @@ def run_kernels(
     """
     device = torch.device(device_name)
     check_device(model, device)
-    config = find_config(model)
+    config, tokens = find_config(model), tuple(dict.fromkeys(tokens))
     rows: list[Row] = []
     if "quantize" in parts:
         shapes = [(tokens[0], width) for width in activation_widths(config)]

@@ -98,7 +98,11 @@ def kernels(
     model: Model = "qwen3-8b",
     m: Annotated[
         list[int],
-        typer.Option("--m", min=1, help="Tokens; may be repeated (decode: 1 to 256)."),
+        typer.Option(
+            "--m",
+            min=1,
+            help="Tokens; may be repeated (decode: 1 to 256); quantizers: the first.",
+        ),
     ] = [8192],  # noqa: B006
     only: Annotated[Part | None, typer.Option(help="Measure these alone.")] = None,
     device: OnDevice = Device.CUDA,
