@@ -3,13 +3,13 @@
     python benchmarks/exact_log_probs.py qwen3-8b llama3.1-8b qwen2.5-7b --layers 4
     python benchmarks/exact_log_probs.py MODEL_DIR --layers 0 --length 8184
 
-Needs a Hopper GPU and vLLM 0.24. A built-in shape gets seeded random weights, which both
-sides load; a folder's weights are its own, and `--layers 0` keeps all layers. Each model
-is a process of its own, `--jobs` at a time. The engine samples at temperature 1 from
-batches that differ in size, prompts and what is cached, with chunked prefill and prefix
-caching on; the trainer scores one sequence after the other. Then both take optimizer
-steps and refits, and do it again. Prints the share of equal log-probs and the largest
-gap, in nats; exits with 1 unless all are equal and the graphs are contained.
+Needs a Hopper GPU and vLLM 0.24. A built-in shape gets seeded random weights, which
+both sides load; a folder's weights are its own, and `--layers 0` keeps all layers. Each
+model is a process of its own, `--jobs` at a time. The engine samples at temperature 1
+from batches that differ in size, prompts and what is cached, with chunked prefill and
+prefix caching on; the trainer scores one sequence after the other. Then both take
+optimizer steps and refits, and do it again. Prints the share of equal log-probs and the
+largest gap, in nats; exits with 1 unless all are equal and the graphs are contained.
 """
 
 import json

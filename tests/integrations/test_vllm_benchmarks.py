@@ -159,3 +159,40 @@ def test_gap_by_length(module: Any) -> None:
     assert gap.table(rows, [8]).endswith("at most bf16's: holds")
     rows["bf16"][8]["k3_kl"] = 9e-5
     assert gap.table(rows, [8]).endswith("DOES NOT HOLD")
+
+
+def test_a_layer_of_a_profile(module: Any) -> None:
+    profile = module("vllm_profile")
+    events = []
+    for layer in range(6):
+        start = layer * 1000
+        names = (f"void {profile.ATTENTION}<1>", "norm", "void deep_gemm::gemm")
+        for place, name in enumerate(names):
+            # The norm begins before attention is over.
+            events.append((start + (0, 90, 300)[place], 100, name))
+    lines: list[str] = []
+    found = profile.report("decoding", events, lines.append)
+    assert (found["span"], found["layers"]) == (1.0, 5)
+    assert [row["gap"] for row in found["kernels"]] == [-0.01, 0.11, 0.6]
+    assert found["kernels"][2] == {"kernel": "gemm", "us": 0.1, "gap": 0.6}
+    assert lines[0] == "decoding: 1.0 us a layer, kernels 0.3, 5 layers"
+    assert profile.report("nothing", events[1:3], lines.append) is None
+    assert "no two attentions" in lines[-1]
+
+
+def test_what_exact_mode_is_told_to_be(module: Any) -> None:
+    told = module("exact_log_probs").told
+    found = {
+        "tokens": 8,
+        "equal": 8,
+        "first_equal": 2,
+        "sequences": 2,
+        "largest": 0.0,
+    }
+    assert told(found) == (
+        "100.0000% of 8 equal, 2 of 2 first tokens, largest gap 0",
+        True,
+    )
+    assert not told({**found, "equal": 7, "largest": 0.5})[1]
+    assert told("not contained: 1 difference")[1] is False
+    assert told([1.0, 2.5]) == ("1, 2.5", True)
