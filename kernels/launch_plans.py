@@ -92,6 +92,8 @@ def _kind(
         elif type(arg) is list:
             key.append(len(arg))
             tensors += arg
+        elif arg is None:
+            key.append((None, len(tensors)))  # which of the optional ones it is
         else:
             key.append(arg)
     device = _device(tensors)

@@ -170,6 +170,23 @@ def test_aliased_arguments_are_not_recorded() -> None:
     assert kernel.fast == 2
 
 
+def test_which_optional_argument_was_given() -> None:
+    kernel = FakeKernel()
+
+    @planned("optional")
+    def copy(a: Tensor | None, b: Tensor | None, x: Tensor) -> Tensor:
+        out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+        source = x if a is None else a
+        launch_kernel(kernel, (3,))(source, out, 64, FLAG=True, num_warps=4)
+        return out
+
+    x, y = torch.randn(2, 8), torch.randn(2, 8)
+    for _ in range(2):
+        assert torch.equal(copy(y, None, x), y)
+        assert torch.equal(copy(None, y, x), x)
+    assert (kernel.slow, kernel.fast) == (2, 2)
+
+
 def test_the_interpreter_is_not_recorded() -> None:
     kernel = FakeKernel(compiles=False)
     copy = copier(kernel)
