@@ -64,9 +64,8 @@ def quantize_parts(
 
         region = (rows, cols)
         straight, turned = (None, region) if transpose else (region, None)
-        if _on_gpu(
-            operator, lambda: kernels.rejects(parts, straight, turned), parts[0]
-        ):
+        why = partial(kernels.rejects, parts, straight, turned, amax_floor)
+        if _on_gpu(operator, why, parts[0]):
             return kernels.quantize_parts(
                 parts, dim, rows, cols, transpose, scale_format, amax_floor
             )
@@ -131,10 +130,7 @@ def quantize_twice(
         from jetrl_compile.kernels import triton_quantize as kernels
 
         turned = None if rows_t < 0 else (rows_t, cols_t)
-
-        def why() -> str | None:
-            return kernels.rejects(parts, (rows, cols), turned)
-
+        why = partial(kernels.rejects, parts, (rows, cols), turned, amax_floor)
         if _on_gpu("quantize_twice", why, parts[0]):
             return kernels.quantize_twice(*args)
     codes, scales, codes_t, scales_t = reference_fused.quantize_twice(*args)
@@ -157,7 +153,8 @@ def requantize(
     if codes.is_cuda:
         from jetrl_compile.kernels import triton_requantize as kernels
 
-        if _on_gpu("requantize", lambda: kernels.rejects(*args), codes):
+        why = partial(kernels.rejects, *args, amax_floor)
+        if _on_gpu("requantize", why, codes):
             return kernels.requantize(*args, scale_format, amax_floor)
     made = reference.requantize(*args, scale_format, amax_floor)
     return in_order(*made, rows, transpose)

@@ -358,3 +358,31 @@ def test_graph_capture() -> None:
         captured, reference_fused.quantize_twice([x], *args), strict=True
     ):
         assert same(got, wanted)
+
+
+class OnGpu(Tensor):
+    """A tensor on the CPU that says that it is on a GPU."""
+
+    is_cuda = property(lambda self: True)
+
+
+def test_floors_that_no_kernel_takes_go_to_the_reference() -> None:
+    x = torch.randn(130, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    floor, gpu = 1e-30, x.as_subclass(OnGpu)
+    before = sum(quantizers.fallbacks().values())
+    codes, scales = quantizers.quantize(x, 1, 128, False, "fp32", floor)
+    made = [
+        *quantizers.quantize(gpu, 1, 128, False, "fp32", floor),
+        *quantizers.quantize_twice([gpu], 0, 1, 128, 1, 128, "fp32", floor)[:2],
+    ]
+    assert torch.equal(made[0].float(), codes.float())
+    assert torch.equal(made[2].float(), codes.float())
+    assert torch.equal(made[1], scales)
+    assert torch.equal(made[3], scales)
+    wanted = quantizers.requantize(codes, scales, 1, 128, 1, 128, True, "fp32", floor)
+    again = quantizers.requantize(
+        codes.as_subclass(OnGpu), scales, 1, 128, 1, 128, True, "fp32", floor
+    )
+    assert torch.equal(again[0].float(), wanted[0].float())
+    assert torch.equal(again[1], wanted[1])
+    assert sum(quantizers.fallbacks().values()) == before + 3
