@@ -249,3 +249,7 @@ def test_settings() -> None:
     Engine.additional_config = {"jetrl": {"recipes": "jetrl"}}
     with pytest.raises(Exception, match="did you mean 'recipe'"):
         read_settings({}, Engine())
+    Engine.additional_config = {}
+    for key in ("fuse", "exact"):  # text is true to Python, "false" too
+        with pytest.raises(Exception, match=f"setting {key}='false' is unknown"):
+            read_settings({key: "false"}, Engine())

@@ -60,6 +60,11 @@ def read_settings(given: Mapping[str, Any], engine: Any) -> Settings:
                 f"setting {key!r} of quantization 'jetrl' is unknown; {hint}known: "
                 f"{', '.join(KEYS)}"
             )
+    for key in ("fuse", "exact"):
+        if not isinstance(chosen.get(key, False), bool):
+            raise RecipeError(
+                f"setting {key}={chosen[key]!r} is unknown; use true or false, no text"
+            )
     names = chosen.get("providers")
     if names is not None:
         names = (names,) if isinstance(names, str) else tuple(names)
