@@ -1,7 +1,9 @@
 """The baseline of torchao's FP8 linear layers, on a CPU with a stand-in."""
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -113,3 +115,16 @@ def test_torchao_that_is_not_to_be_had(
         ProviderError, match="k_proj is 64x128; torchao's layer needs multiples"
     ):
         torchao.with_fp8_linears(list(decoder_layers(model).values()))
+
+
+def test_the_fastest_configurations_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    autotuner = pytest.importorskip("triton.runtime.autotuner").Autotuner
+    kernel = autotuner.__new__(autotuner)
+    module = ModuleType(f"{torchao.PACKAGE}.kernels")
+    module.kernel = kernel  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    torchao.tune_for(5, 20, keep=True)
+    assert kernel.cache_results
+    assert kernel.do_bench.keywords == {"warmup": 5, "rep": 20}
+    torchao.tune_for(1, 1)  # what workers find beside each other is no measurement
+    assert not kernel.cache_results

@@ -11,7 +11,9 @@ compiled as a whole.
 
 Its quantizers are tuned by Triton at first use: 45 configurations of each, for each
 size. Triton runs each for 125 ms, which is minutes for a layer; here it runs for 25 ms,
-still hundreds of times. `torchao_ahead.py` compiles them before, several at once.
+still hundreds of times (over 100 s). Triton keeps on disk which one was the fastest,
+so a run that was cut short goes on where it ended. `torchao_ahead.py` compiles them
+before, several at once.
 """
 
 import functools
@@ -112,16 +114,17 @@ def function() -> Any:
         ) from None
     if not torch.cuda.is_available():
         raise ProviderError("torchao's blockwise FP8 needs a GPU of capability 9.0")
-    tune_for(**TUNING_MS)
+    tune_for(**TUNING_MS, keep=True)
     return module.fp8_blockwise_mm
 
 
-def tune_for(warmup: int, rep: int) -> None:
+def tune_for(warmup: int, rep: int, keep: bool = False) -> None:
     """Let Triton tune torchao's kernels for less long.
 
     Args:
         warmup: Milliseconds that a configuration runs before it is timed.
         rep: Milliseconds that it is timed.
+        keep: Whether the fastest ones are kept in Triton's cache, and taken from there.
     """
     testing = importlib.import_module("triton.testing")
     autotuner = importlib.import_module("triton.runtime.autotuner").Autotuner
@@ -129,6 +132,7 @@ def tune_for(warmup: int, rep: int) -> None:
     for kernel in vars(importlib.import_module(f"{PACKAGE}.kernels")).values():
         if isinstance(kernel, autotuner):
             kernel.do_bench = measure
+            kernel.cache_results = keep
 
 
 def with_fp8_linears(layers: Sequence[nn.Module]) -> Linears:
