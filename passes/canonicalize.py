@@ -40,7 +40,7 @@ def canonicalize(context: Context) -> int:
     Raises:
         LoweringError: A GEMM is no longer recognized in its new spelling.
     """
-    if not context.recipe.quantizes(context.phase):
+    if not (context.recipe.quantizes(context.phase) or context.exact):
         return 0
     before = context.built.gemms
     count = _merge_views(context) + _split_bias(context) + _flatten_bmm(context)
@@ -73,7 +73,10 @@ def _merge_views(context: Context) -> int:
 
 
 def _gemm_nodes(context: Context, target: Any) -> list[tuple[str, Node]]:
-    """The GEMMs of a spelling that the recipe quantizes: operator name and node."""
+    """The GEMMs of a spelling that the passes replace: operator name and node.
+
+    Those that the recipe quantizes; in exact mode, all of forward.
+    """
     built = context.built
     spelled = {
         name: context.nodes[site.node]
@@ -87,6 +90,7 @@ def _gemm_nodes(context: Context, target: Any) -> list[tuple[str, Node]]:
         (name, node)
         for name, node in spelled.items()
         if graph.is_fp8(graph.by_name[name])
+        or (context.exact and built.gemms[name].role == "fprop")
     ]
 
 

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from jetrl_compile.containment import check_containment
 from jetrl_compile.errors import LoweringError, ModelError, RecipeError
+from jetrl_compile.examples.sampling import position_ids
 from jetrl_compile.exact_attention import NAME, is_exact, use_exact_attention
 from jetrl_compile.layers import compile_layers
 from jetrl_compile.options import parse_options
@@ -155,6 +156,23 @@ def test_fsdp2_with_masters_in_fp32(tmp_path: Path) -> None:
         assert all(p.grad is not None for p in trainer.parameters())
     finally:
         dist.destroy_process_group()
+
+
+def test_logits_of_the_last_tokens_alone() -> None:
+    """As generation asks for them: a slice, whose head is a batched GEMM."""
+    trainer, rollout = make_pair("qwen3")
+    tokens, mask = left_padded([9, 12, 3], 1)
+    last, whole = (
+        compiled(model, phase)(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=position_ids(mask),
+            use_cache=False,
+            logits_to_keep=kept,
+        ).logits
+        for model, phase, kept in ((rollout, "rollout", 1), (trainer, "train", 0))
+    )
+    assert torch.equal(last[:, 0], whole[:, -1])
 
 
 def test_inductor_gives_the_same_bits() -> None:
