@@ -89,19 +89,33 @@ def _compile(
     if wrap is None:
         # Dynamo passes over frames of torch.nn, so that nn.Linear.compile() compiles
         # nothing: it needs one of another file.
-        run = torch.compile(_own_call(), **how, options=dict(options))
-        compiled = functools.partial(run, module)
+        run = torch.compile(_own_forward(), **how, options=dict(options))
+        compiled = _with_hooks(module, functools.partial(run, module))
     module._compiled_call_impl = _with_constant_numbers(compiled)
 
 
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    call: Any = module._call_impl
-    return call(*args, **kwargs)
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    forward: Any = type(module).forward
+    return forward(module, *args, **kwargs)
 
 
-def _own_call() -> Callable[..., Any]:
-    """Return `_call` with code of its own: Dynamo counts recompiles by code."""
-    return types.FunctionType(_call.__code__.replace(), globals())
+def _own_forward() -> Callable[..., Any]:
+    """Return `_forward` with code of its own: Dynamo counts recompiles by code."""
+    return types.FunctionType(_forward.__code__.replace(), globals())
+
+
+def _with_hooks(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a module's call with another forward; its hooks (FSDP2's) run eagerly."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        run: Any = module._call_impl
+        vars(module)["forward"] = forward
+        try:
+            return run(*args, **kwargs)
+        finally:
+            del vars(module)["forward"]
+
+    return call
 
 
 def _compile_the_rest(model: nn.Module, options: Mapping[str, Any]) -> None:

@@ -148,7 +148,8 @@ def test_fsdp2_with_masters_in_fp32(tmp_path: Path) -> None:
         trainer.float()
         compile_layers(trainer, lowering="aot", exact=True, fuse=True)
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        for part in (*trainer.get_submodule("model").layers, trainer):
+        layers, head = trainer.get_submodule("model").layers, trainer.lm_head
+        for part in (*layers, head, trainer):
             fully_shard(part, mesh=mesh, mp_policy=policy)
         trained = of_tokens(trainer_log_probs(trainer, tokens, mask), mask)
         assert torch.equal(trained, of_tokens(sampled, mask))
