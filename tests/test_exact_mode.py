@@ -24,8 +24,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from jetrl_compile.containment import check_containment
 from jetrl_compile.errors import LoweringError, ModelError, RecipeError
-from jetrl_compile.examples.sampling import position_ids
 from jetrl_compile.exact_attention import NAME, is_exact, use_exact_attention
+from jetrl_compile.examples.sampling import position_ids
 from jetrl_compile.layers import compile_layers
 from jetrl_compile.options import parse_options
 from jetrl_compile.report_sink import collect_reports
