@@ -261,6 +261,50 @@ def test_nan_makes_it_refuse() -> None:
     assert logits(model).isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight"])
+def test_nan_outside_fp8_layers_makes_it_refuse(name: str) -> None:
+    trainer = make_trainer("llama")
+    model = engine_model(trainer)
+    given = weights(trainer)
+    given[name].view(-1)[7] = float("inf")
+    with pytest.raises(RefitError, match=rf"1 weights .*first {name}"):
+        refit_model(model, given)
+    with pytest.raises(RefitError, match="refuses to generate"):
+        logits(model)
+    refit_model(model, weights(trainer))
+    assert logits(model).isfinite().all()
+
+
+def test_interrupted_refit_is_healed_by_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a complete push through vLLM's own interface."""
+    trainer = make_trainer("llama")
+    model = engine_model(trainer)
+    with monkeypatch.context() as patched:
+        patched.setattr(refit, "write_plain", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            refit.refit_model(model, weights(trainer))
+    given = weights(trainer)
+    del given["model.layers.0.mlp.up_proj.weight"]
+    model.load_weights(given.items())
+    with pytest.raises(RefitError, match="interrupted"):
+        logits(model)
+    model.load_weights(weights(trainer).items())
+    assert logits(model).isfinite().all()
+
+
+def test_layer_without_storage() -> None:
+    """As vLLM leaves it where a reload raised."""
+    trainer = make_trainer("llama")
+    model = engine_model(trainer)
+    layer = model.model.layers[0].mlp.down_proj
+    del layer.weight_scale_inv
+    layer.weight = nn.Parameter(torch.empty(256, 384, device="meta"))
+    with pytest.raises(RefitError, match=r"down_proj waits for weights of a reload"):
+        refit_model(model, weights(trainer))
+
+
 def test_failing_write_makes_it_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer("llama")
     model = engine_model(trainer)

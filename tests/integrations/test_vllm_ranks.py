@@ -104,9 +104,34 @@ def test_a_rank_says_what_does_not_fit() -> None:
     given[name][500, 3] = float("nan")  # on the second rank
     with pytest.raises(RefitError, match="NaN or infinity"):
         push_to_ranks(llm, given)
-    with pytest.raises(RefitError, match="refuses"):
-        config_of(llm.models[1]).state.check()
+    for model in llm.models:  # the first would wait for the second
+        with pytest.raises(RefitError, match="refuses"):
+            config_of(model).state.check()
     given[name][500, 3] = 0
+    push_to_ranks(llm, given)
+    for model in llm.models:
+        config_of(model).state.check()
+
+
+def test_a_rank_that_fails_is_told_by_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a result: vLLM would take what other ranks answer for the next answers."""
+    trainer = make_trainer("llama", **SIZES)
+    llm = LLM(trainer)
+    given = {name: p.detach().clone() for name, p in trainer.named_parameters()}
+
+    def fail(_: Any) -> None:
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(EngineModel, "load_weights", lambda self, _: fail(self))
+        with pytest.raises(RefitError, match="on a rank: OSError: the disk is full"):
+            push_to_ranks(llm, given)
+    assert "the disk is full" in capsys.readouterr().err
+    for model in llm.models:
+        with pytest.raises(RefitError, match="interrupted"):
+            config_of(model).state.check()
     push_to_ranks(llm, given)
     for model in llm.models:
         config_of(model).state.check()

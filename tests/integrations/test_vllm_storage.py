@@ -1,5 +1,6 @@
 """Layouts of fused and sharded layers, their storage, and the state of a push."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -188,6 +189,37 @@ def test_reload_of_nan_is_refused_later() -> None:
     state.check()
 
 
+def test_write_that_fails_makes_it_refuse() -> None:
+    layer, state, weight = stored([128, 128, 128], 128)
+    pushed = weight[:128] * 2
+    made = storage.quantize_part(pushed, FLOW)
+    part = getattr(layer, storage.LAYOUT).parts[0]
+    wrong = (made[0], made[1].repeat(3, 1))
+    into = layer.weight.data, storage.scales_of(layer)
+    with pytest.raises(RuntimeError):  # scales of another size
+        storage.write(part, wrong, *into, state)
+    with pytest.raises(RefitError, match=r"writing m\.0\.q_proj failed"):
+        state.check()
+    layer.weight.weight_loader(layer.weight, weight)
+    state.check()
+
+
+def test_weights_that_cannot_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, state, _ = stored([128, 128, 128], 128)
+
+    def fail(_: Any) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "isfinite", fail)
+        with pytest.raises(MemoryError):
+            state.wrote_all({"a": torch.ones(3)})
+    with pytest.raises(RefitError, match="were not checked"):
+        state.check()
+    state.wrote_all({"a": torch.ones(3)})
+    state.check()
+
+
 def test_a_part_that_comes_again_begins_another_push() -> None:
     layer, state, weight = stored([128, 128, 128], 128)
     parts = torch.split(weight, 128)
@@ -198,6 +230,45 @@ def test_a_part_that_comes_again_begins_another_push() -> None:
         state.check()
     load(layer.weight, parts[2], "v")
     state.check()
+
+
+@pytest.mark.parametrize("lost", ["q", "k", "v"])
+@pytest.mark.parametrize("asked", [True, False], ids=["refused", "not asked"])
+def test_complete_push_heals(lost: str, asked: bool) -> None:
+    """Whichever part an earlier push left out."""
+    layer, state, weight = stored([128, 128, 128], 128)
+    parts = dict(zip("qkv", torch.split(weight, 128), strict=True))
+
+    def push(keys: str) -> None:
+        for key in keys:
+            layer.weight.weight_loader(layer.weight, parts[key], key)
+
+    push("qkv".replace(lost, ""))
+    if asked:
+        with pytest.raises(RefitError, match=rf"wrote 2 of 3.*m\.0\.{lost}_proj"):
+            state.check()
+    push("qkv")
+    if not asked:  # which parts are of which push is not known, if one comes too late
+        with contextlib.suppress(RefitError):
+            state.check()
+        push("qkv")
+    state.check()
+    push("q")
+    with pytest.raises(RefitError, match=r"wrote 1 of 3"):
+        state.check()
+
+
+def test_part_of_the_next_push_is_refused() -> None:
+    layer, state, weight = stored([128, 128, 128], 128)
+    parts = dict(zip("qkv", torch.split(weight, 128), strict=True))
+    for keys in ("qk", "v", "q", "kv"):  # chunks of two pushes
+        for key in keys:
+            layer.weight.weight_loader(layer.weight, parts[key], key)
+        if keys in ("qk", "q"):
+            with pytest.raises(RefitError, match="refuses"):
+                state.check()
+        else:
+            state.check()
 
 
 def test_pushed_shard_goes_to_its_place() -> None:

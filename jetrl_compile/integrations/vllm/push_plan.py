@@ -174,3 +174,16 @@ def write_plain(plan: PushPlan, weights: Mapping[str, Tensor]) -> None:
     ]
     if targets:
         torch._foreach_copy_(targets, sources)
+
+
+def largest(plan: PushPlan) -> dict[str, Tensor]:
+    """Return the largest magnitude in each tensor that stays as it is, FP32 ().
+
+    NaN and infinity pass on to it; all are found by one call.
+    """
+    own = {n: t for n, t in plan.plain.items() if t.is_floating_point() and t.numel()}
+    if not own:
+        return {}
+    found = torch._foreach_norm(list(own.values()), float("inf"))
+    stacked = torch.stack([each.float() for each in found])
+    return dict(zip(own, stacked.unbind(), strict=True))

@@ -7,6 +7,7 @@ says which shards it has and what the digests of their bytes are.
 
 import json
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -21,8 +22,15 @@ from jetrl_compile.digests import (
     compare_digests,
     merge_ranks,
 )
-from jetrl_compile.errors import RefitError
-from jetrl_compile.integrations.vllm.refit import begin_push, end_push, push_some
+from jetrl_compile.errors import RefitError, one_line
+from jetrl_compile.integrations.vllm.refit import (
+    begin_push,
+    check_push,
+    plan_of,
+    push_some,
+    release_push,
+    settle_push,
+)
 from jetrl_compile.integrations.vllm.sync_digests import (
     digest_document,
     layout_document,
@@ -49,13 +57,16 @@ def push_to_ranks(llm: Any, weights: Mapping[str, Tensor]) -> int:
         weights: The trainer's parameters by Hugging Face's names.
 
     Raises:
-        RefitError: As `refit_model`, on any rank.
+        RefitError: As `refit_model`, on any rank; where one refuses to generate, all
+            do, since the others would wait for it.
     """
     facts = {name: (tuple(w.shape), w.dtype) for name, w in weights.items()}
-    _ask(llm, partial(_begin, facts))
+    _ask(llm, partial(_check, facts))
+    _ask(llm, begin_push)
     for chunk in chunks(weights):
         _ask(llm, partial(_some, chunk))
-    _ask(llm, end_push)
+    _ask(llm, settle_push)
+    _ask(llm, release_push)
     return len(weights)
 
 
@@ -87,7 +98,8 @@ def chunks(
 def _ask(llm: Any, act: Callable[[nn.Module], None]) -> None:
     """Run a function on each rank's model.
 
-    What a rank raises comes back as text alone, so errors are sent as results.
+    vLLM reads the answers up to the first rank that raised and takes what is left for
+    those of the next call, so errors are sent as results.
     """
     errors: list[RefitError | None] = llm.apply_model(partial(_told, act))
     for error in errors:
@@ -100,17 +112,23 @@ def _told(act: Callable[[nn.Module], None], model: nn.Module) -> RefitError | No
         act(model)
     except RefitError as error:
         return error.with_traceback(None)
+    except Exception as error:
+        traceback.print_exc()  # into the rank's log
+        return RefitError(
+            f"a push of weights failed on a rank: {type(error).__name__}: "
+            f"{one_line(error)}; push all weights again"
+        )
     return None
 
 
-def _begin(
+def _check(
     facts: Mapping[str, tuple[tuple[int, ...], torch.dtype]], model: nn.Module
 ) -> None:
     shapes = {
         name: torch.empty(shape, dtype=dtype, device="meta")
         for name, (shape, dtype) in facts.items()
     }
-    begin_push(model, shapes)
+    check_push(plan_of(model), shapes)
 
 
 def _some(chunk: Mapping[str, Tensor], model: nn.Module) -> None:

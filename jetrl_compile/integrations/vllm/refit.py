@@ -15,6 +15,7 @@ from jetrl_compile.errors import RefitError
 from jetrl_compile.integrations.vllm.live_model import config_of
 from jetrl_compile.integrations.vllm.push_plan import (
     PushPlan,
+    largest,
     make_plan,
     write_plain,
 )
@@ -41,25 +42,22 @@ def refit_model(
             the model refuses to generate.
     """
     given = {name: tensor.detach() for name, tensor in dict(weights).items()}
-    begin_push(model, given)
+    check_push(plan_of(model), given)
+    begin_push(model)
     push_some(model, given)
-    end_push(model)
+    settle_push(model)
+    release_push(model)
     return len(given)
 
 
-def begin_push(model: nn.Module, given: Mapping[str, Tensor]) -> None:
-    """Check what will be pushed; from here on the model refuses to generate.
+def begin_push(model: nn.Module) -> None:
+    """Let the model refuse to generate: all its weights will be written.
 
     Args:
         model: A model that was loaded with `quantization="jetrl"`.
-        given: All weights by name; of the tensors only shapes and dtypes are read.
-
-    Raises:
-        RefitError: One does not fit, or a parameter is missing: the model is unchanged.
     """
-    check_push(plan_of(model), given)
-    state = config_of(model).state
-    state.pushing = "a push of weights was interrupted; push all weights"
+    why = "a push of weights was interrupted; push all weights"
+    config_of(model).state.begin(why, held=False)
 
 
 def push_some(model: nn.Module, given: Mapping[str, Tensor]) -> None:
@@ -76,16 +74,20 @@ def push_some(model: nn.Module, given: Mapping[str, Tensor]) -> None:
             loader.load_weights((n, t) for n, t in given.items() if n in plan.plain)
 
 
-def end_push(model: nn.Module) -> None:
-    """Let the model generate from what was pushed.
+def settle_push(model: nn.Module) -> None:
+    """Check what was pushed; the model still refuses to generate.
 
     Raises:
-        RefitError: A weight holds NaN or infinity: the model refuses to generate.
+        RefitError: A weight holds NaN or infinity.
     """
-    state = config_of(model).state
     plan = plan_of(model)
-    state.wrote_all({target.names: target.scales for target in plan.layers})
-    state.pushing = ""
+    found: dict[Any, Tensor] = {target.names: target.scales for target in plan.layers}
+    config_of(model).state.wrote_all(found | largest(plan))
+
+
+def release_push(model: nn.Module) -> None:
+    """Let the model generate from what was pushed, checked on every rank."""
+    config_of(model).state.pushing = ""
 
 
 def plan_of(model: nn.Module) -> PushPlan:

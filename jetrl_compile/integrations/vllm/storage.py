@@ -29,9 +29,19 @@ def scale_name(flow: Flow) -> str:
 
 
 def scales_of(layer: nn.Module) -> Tensor:
-    """Return the stored scales of a layer."""
+    """Return the stored scales of a layer.
+
+    Raises:
+        RefitError: vLLM has taken the storage away for a reload that did not end.
+    """
     layout: LayerLayout = getattr(layer, LAYOUT)
-    scales: Tensor = getattr(layer, scale_name(layout.flow))
+    scales: Tensor | None = getattr(layer, scale_name(layout.flow), None)
+    if scales is None:
+        raise RefitError(
+            f"{layout.name} waits for weights of a reload of vLLM's that did not end; "
+            "call llm.start_weight_update() and llm.finish_weight_update(), and push "
+            "all weights"
+        )
     return scales
 
 
@@ -145,10 +155,14 @@ def write(
         state: Told what was written.
         later: As in `WeightState.wrote`.
     """
-    with torch.no_grad():
-        codes[part.low : part.low + part.rows].copy_(made[0])
-        high = part.scale_low + part.scale_rows
-        scales[part.scale_low : high].copy_(made[1])
+    try:
+        with torch.no_grad():
+            codes[part.low : part.low + part.rows].copy_(made[0])
+            high = part.scale_low + part.scale_rows
+            scales[part.scale_low : high].copy_(made[1])
+    except BaseException:
+        state.broken = f"writing {part.name} failed; push all weights"
+        raise
     state.wrote(part, made[1], later=later)
 
 
@@ -190,7 +204,8 @@ def in_place(layer: nn.Module, state: WeightState) -> Callable[..., None]:
             parts, pieces = (layout.part(loaded_shard_id),), (loaded_weight,)
         for part, piece in zip(parts, pieces, strict=True):
             check_pushed(part, piece)
-            shard = piece.detach()[part.source].to(param.device, non_blocking=True)
+            # The caller may use its buffer again once this returns: no async copy.
+            shard = piece.detach()[part.source].to(param.device)
             made = quantize_part(shard, layout.flow)
             write(part, made, param.data, scales_of(layer).data, state)
 

@@ -15,7 +15,9 @@ class WeightState:
     """What was written since all weights were last of one push.
 
     A push may come in chunks, through whichever interface of vLLM; while some weights
-    are of a push and others are not, the model refuses to generate.
+    are of a push and others are not, the model refuses to generate. After a refusal
+    either the rest may come, or all weights again; where the first can be both, what
+    came counts for the second, too.
 
     Attributes:
         layers: The layouts of the quantized layers, by their names in the engine.
@@ -27,9 +29,12 @@ class WeightState:
         self.layers: dict[str, LayerLayout] = {}
         self.broken = ""
         self.pushing = ""
+        self._held = False
         self._parts: set[str] = set()
         self._stored: dict[str, None] = {}  # at load, or by a push
         self._written: dict[str, None] = {}  # in this order
+        self._refused: dict[str, None] = {}  # written before a refusal
+        self._rest: dict[str, None] = {}  # came after it, and completed a push
         self._scales: dict[str, Tensor] = {}
 
     def __deepcopy__(self, memo: Any) -> "WeightState":
@@ -41,14 +46,17 @@ class WeightState:
         self.layers[layout.name] = layout
         self._parts.update(part.name for part in layout.parts)
 
-    def begin(self, why: str) -> None:
+    def begin(self, why: str, *, held: bool = True) -> None:
         """Begin a push of all weights: what an earlier one wrote no longer counts.
 
         Args:
             why: Why the model must not generate until `pushing` is "" again.
+            held: Whether only its owner ends it; else a complete push through vLLM's
+                interfaces does, too.
         """
-        self.pushing = why
-        self._written, self._scales = {}, {}
+        self.pushing, self._held = why, held
+        self._written, self._refused, self._rest = {}, {}, {}
+        self._scales = {}
 
     def is_loaded(self, part: Part) -> bool:
         """Whether a part has been stored before, so that another weight is a push."""
@@ -70,20 +78,35 @@ class WeightState:
             RefitError: It completes a load or a push in which a weight holds NaN or
                 infinity.
         """
-        while part.name in self._written:
-            del self._written[next(iter(self._written))]
         self._scales[part.name] = scales
-        done = self._written if self.is_loaded(part) else self._stored
-        done[part.name] = None
+        if self.is_loaded(part):
+            done = self._push(part.name)
+        else:
+            self._stored[part.name] = None
+            done = self._stored
         if done.keys() == self._parts:
+            if not self._held:
+                self.pushing = ""
             with contextlib.suppress(*([RefitError] if later else [])):
                 self.settle()
+
+    def _push(self, name: str) -> dict[str, None]:
+        """Note a pushed part; return the parts of the push that it may belong to."""
+        if self._rest:
+            self._written, self._rest = self._rest, {}
+        if name in self._refused:
+            self._refused = {}
+        while name in self._written:
+            del self._written[next(iter(self._written))]
+        self._written[name] = None
+        return self._refused | self._written
 
     def wrote_all(self, scales: Mapping[Any, Tensor]) -> None:
         """Note a complete push.
 
         Args:
-            scales: For each layer, its scales; keys are what messages call it.
+            scales: For each layer, its scales; keys are what messages call it. NaN and
+                infinity in a tensor without scales are known by its largest magnitude.
 
         Raises:
             RefitError: A weight holds NaN or infinity; the model refuses to generate.
@@ -98,12 +121,13 @@ class WeightState:
             RefitError: One holds NaN or infinity; the model refuses to generate.
         """
         given, self._scales = self._scales, {}
-        self._written, self.broken = {}, ""
-        if not given:
-            return
+        self._rest = self._written if self._refused else {}
+        self._written, self._refused = {}, {}
+        self.broken = "pushed weights were not checked; push all weights"
         # One look at the GPU: NaN and infinity pass from weights to their scales.
-        flat = torch.cat([scales.reshape(-1) for scales in given.values()])
-        if bool(torch.isfinite(flat).all()):
+        flat = [scales.reshape(-1) for scales in given.values()]
+        if not flat or bool(torch.isfinite(torch.cat(flat)).all()):
+            self.broken = ""
             return
         wrong = [
             name if isinstance(name, str) else ", ".join(name)
@@ -111,7 +135,7 @@ class WeightState:
             if not bool(torch.isfinite(scales).all())
         ]
         self.broken = (
-            f"{len(wrong)} layers that were pushed hold NaN or infinity, first "
+            f"{len(wrong)} weights that were pushed hold NaN or infinity, first "
             f"{wrong[0]}; push a sound checkpoint"
         )
         raise RefitError(self.broken)
@@ -119,7 +143,8 @@ class WeightState:
     @property
     def missing(self) -> list[str]:
         """What an unfinished push has not written yet; empty if there is none."""
-        return sorted(self._parts - self._written.keys()) if self._written else []
+        pushed = self._refused.keys() | self._written.keys()
+        return sorted(self._parts - pushed) if pushed else []
 
     def check(self) -> None:
         """Check that the model may generate.
@@ -127,13 +152,15 @@ class WeightState:
         Raises:
             RefitError: A push failed, or is not complete.
         """
+        missing = self.missing
+        self._refused |= self._written
+        self._written, self._rest = {}, {}
         if self.broken or self.pushing:
             why = self.broken or self.pushing
             raise RefitError(f"the model refuses to generate: {why}")
-        if self._written:
-            missing = self.missing
+        if missing:
             raise RefitError(
                 "the model refuses to generate: a push of weights wrote "
-                f"{len(self._written)} of {len(self._parts)} FP8 layers, and not "
+                f"{len(self._refused)} of {len(self._parts)} FP8 layers, and not "
                 f"{missing[0]}; push all weights"
             )
