@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from jetrl_compile.errors import ModelError
+from jetrl_compile.kernels.reference_exact import log_softmax
 
 Progress = Callable[[int, int], None]
 
@@ -90,8 +91,14 @@ def cache_argument(model: Any) -> str:
 class _Decoder:
     """A model with its cache, somewhere in a batch of sequences."""
 
-    def __init__(self, model: Any, tokens: Tensor, attention_mask: Tensor) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: Any,
+        tokens: Tensor,
+        attention_mask: Tensor,
+        vocabulary: int | None = None,
+    ) -> None:
+        self.model, self.vocabulary = model, vocabulary
         self.cache: Any = DynamicCache(config=model.config)
         self.kept = {cache_argument(model): self.cache, "use_cache": True}
         self.attention_mask = attention_mask
@@ -106,7 +113,10 @@ class _Decoder:
             logits_to_keep=1,
             **self.kept,
         )
-        return torch.log_softmax(out.logits[:, -1].float() / temperature, dim=-1)
+        logits = out.logits[:, -1]
+        if self.vocabulary is not None:
+            logits[:, self.vocabulary :] = -torch.inf
+        return log_softmax(logits, temperature)
 
     def repeat(self, samples: int) -> None:
         """Continue each sequence in several ways."""
@@ -133,6 +143,7 @@ def sample(
     samples: int = 1,
     generator: torch.Generator | None = None,
     temperature: float = 1.0,
+    vocabulary: int | None = None,
     progress: Progress | None = None,
 ) -> Rollouts:
     """Sample responses to each prompt, all rows at once, one token a step.
@@ -153,12 +164,13 @@ def sample(
             and the samples of a prompt are neighbours. The prompt is computed once.
         generator: Source of randomness; torch's default if None.
         temperature: What logits are divided by, before log-probs too.
+        vocabulary: Tokens from here on are never sampled; None: all may be.
         progress: Called after each step with the steps done and `max_new_tokens`.
 
     Returns:
         The rollouts; T is the longest response's length.
     """
-    decoder = _Decoder(model, tokens, attention_mask)
+    decoder = _Decoder(model, tokens, attention_mask, vocabulary)
     stops = torch.tensor(list(stop), device=tokens.device)
     tokens = tokens.repeat_interleave(samples, dim=0)
     live = torch.ones(tokens.shape[0], dtype=torch.bool, device=tokens.device)
@@ -257,6 +269,6 @@ def token_log_probs(
         use_cache=False,
         logits_to_keep=length + 1,
     )
-    scores = torch.log_softmax(out.logits[:, :-1].float() / temperature, dim=-1)
+    scores = log_softmax(out.logits[:, :-1], temperature)
     picked = tokens[:, -length:].unsqueeze(-1)
     return scores.gather(2, picked).squeeze(2).where(response_mask, 0.0)

@@ -4,14 +4,17 @@
 #
 #   cpu.sh [FOLDER] [verl options ...]
 #
-# RECIPE (jetrl), RANKS (1), STEPS (2) and PYTHON (python) may be set. The run's folder
-# holds the model, the data, reports/ with the containment report, and log.txt.
+# RECIPE (jetrl), EXACT (0; 1: exact mode), RANKS (1), STEPS (2) and PYTHON (python) may
+# be set. The run's folder holds the model, the data, and reports/ with the containment
+# report.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 folder=$(mkdir -p "${1:-verl-cpu}" && cd "${1:-verl-cpu}" && pwd)
 shift || true
 python=${PYTHON:-python} recipe=${RECIPE:-jetrl} ranks=${RANKS:-1} steps=${STEPS:-2}
+attention=jetrl_reference exact=False
+[ "${EXACT:-0}" = 1 ] && attention=jetrl_exact exact=True
 
 # The CPU platform and rollout, in every process of the run.
 export VERL_PLATFORM=cpu
@@ -41,7 +44,8 @@ exec "$python" -W ignore -m verl.trainer.main_ppo \
   data.dataloader_num_workers=0 \
   $model.path="$folder/model" \
   $model.external_lib=jetrl_compile.integrations.verl \
-  +$model.override_config.attn_implementation=jetrl_reference \
+  +$model.override_config.attn_implementation=$attention \
+  +$model.override_config.jetrl_exact=$exact \
   +$model.override_config.jetrl_recipe="$recipe" \
   +$model.override_config.jetrl_lowering=aot \
   +$model.override_config.jetrl_reports="$folder/reports" \

@@ -7,7 +7,8 @@
 # verl as it comes: verl_bf16, and verl_fp8 with verl's own FP8 rollouts. May be set:
 # GPUS (all), STEPS (60), BATCH (32 prompts), RESPONSE (1024 tokens), MICRO (8 sequences
 # a GPU), MEMORY (0.4 of a GPU for vLLM), TASK (letter_counting), SEED (0), LEVEL (3),
-# WIRE (bf16 or fp8), KL (False; True: a reference model), SAVE (10 steps), PYTHON.
+# WIRE (bf16 or fp8), EXACT (0; 1: exact mode, for jetrl and jetrl_paper), KL (False;
+# True: a reference model), SAVE (10 steps), PYTHON.
 #
 # FSDP2 shards the trainer over all GPUs; every GPU has a rollout replica of its own. Run
 # it again to resume from the last checkpoint: each part of a run has a log of its own in
@@ -15,7 +16,7 @@
 set -euo pipefail
 
 if [ $# -lt 2 ]; then
-  sed -n '2,15s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+  sed -n '2,16s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
   exit 2
 fi
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -39,7 +40,7 @@ fi
 
 hf=actor_rollout_ref.model actor=actor_rollout_ref.actor
 rollout=actor_rollout_ref.rollout ref=actor_rollout_ref.ref
-options=()
+options=() attention=sdpa packed=False
 case $recipe in
   verl_bf16) ;;
   verl_fp8) options+=("$rollout.quantization=fp8") ;;
@@ -55,6 +56,9 @@ case $recipe in
       "+$hf.override_config.jetrl_on_violation=$violation"
       "+$hf.override_config.jetrl_reports=$folder/reports"
     )
+    # The attention of exact mode takes sequences without padding.
+    [ "${EXACT:-0}" = 1 ] && attention=jetrl_exact packed=True &&
+      options+=("+$hf.override_config.jetrl_exact=True")
     # A recipe without FP8 rollouts runs vLLM as it comes.
     [ "$recipe" = bf16 ] || options+=(
       "+$rollout.engine_kwargs.vllm.quantization=jetrl"
@@ -80,8 +84,8 @@ unset VLLM_ENABLE_V1_MULTIPROCESSING  # verl's engine is in processes of its own
   data.train_batch_size="$batch" data.max_prompt_length=$prompt \
   data.max_response_length="$response" data.seed="$seed" \
   data.dataloader_num_workers=0 \
-  $hf.path="$model" +$hf.override_config.attn_implementation=sdpa \
-  $hf.use_remove_padding=False $hf.enable_gradient_checkpointing=True \
+  $hf.path="$model" +$hf.override_config.attn_implementation=$attention \
+  $hf.use_remove_padding=$packed $hf.enable_gradient_checkpointing=True \
   $actor.strategy=fsdp2 $ref.strategy=fsdp2 \
   $actor.optim.lr=1e-6 $actor.ppo_mini_batch_size="$batch" \
   $actor.ppo_micro_batch_size_per_gpu="$micro" $actor.use_kl_loss="${KL:-False}" \

@@ -27,6 +27,13 @@ case "$*" in
 esac
 exec "{python}" "$@"
 """
+# Planted in every process of verl's: another kernel under the name of exact attention.
+SDPA = """
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+import jetrl_compile.exact_attention as exact
+AttentionInterface.register(exact.NAME, sdpa_attention_forward)
+"""
 RANKS, STEPS = 2, 2
 SIDES = ("rollout", "train")
 
@@ -124,8 +131,67 @@ def test_grpo_with_vllms_servers(tmp_path: Path) -> None:
         assert report.rollout_meta["engine"] == "vllm"
 
 
-@pytest.mark.parametrize("recipe", ["rollout_only", "bf16", "verl_fp8"])
-def test_verl_accepts_the_options_of_hopper(tmp_path: Path, recipe: str) -> None:
+def run_exact(folder: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """GRPO in exact mode on two ranks, its output in `stdout`."""
+    given = {"PYTHON": sys.executable, "RANKS": str(RANKS), "STEPS": str(STEPS)}
+    model = "actor_rollout_ref.model"
+    return subprocess.run(
+        [
+            "bash",
+            str(SCRIPT),
+            str(folder),
+            f"{model}.enable_gradient_checkpointing=False",
+        ],
+        env={**os.environ, **given, "EXACT": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+
+
+def test_grpo_in_exact_mode(tmp_path: Path) -> None:
+    done = run_exact(tmp_path / "run")
+    assert done.returncode == 0, done.stdout[-4000:]
+    steps = [e for e in done.stdout.splitlines() if re.search(r"step:\d+ - ", e)]
+    assert len(steps) == STEPS
+    for line in steps:
+        metrics = dict(re.findall(r"([\w/]+):([-+.\de]+)", line))
+        for name in (
+            "rollout_corr/k3_kl",
+            "rollout_corr/log_ppl_abs_diff",
+            "training/rollout_probs_diff_max",
+            "actor/ppo_kl",  # one update a step: of the policy that sampled
+        ):
+            assert float(metrics[name]) == 0.0, (name, metrics[name])
+        assert float(metrics["actor/jetrl/equal_log_probs"]) == 1
+        assert float(metrics["actor/jetrl/contained"]) == 1
+        assert float(metrics["actor/grad_norm"]) > 0
+    graphs = [read_graph(tmp_path / "run/reports" / f"{n}.json") for n in SIDES]
+    assert check_containment(*graphs, exact=True).contained is True
+
+
+def test_sdpa_in_the_place_of_exact_attention_stops_the_run(tmp_path: Path) -> None:
+    (tmp_path / "planted_sdpa.py").write_text(SDPA)
+    done = run_exact(
+        tmp_path / "run",
+        PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+        VERL_USE_EXTERNAL_MODULES="planted_sdpa",
+    )
+    assert done.returncode != 0
+    assert "operators may give a token other bits in another batch" in done.stdout
+    assert "model.layers.0.self_attn:attention (attention) is run by" in done.stdout
+    assert not re.search(r"step:\d+ - ", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "exact"),
+    [("rollout_only", "0"), ("bf16", "0"), ("verl_fp8", "0"), ("jetrl", "1")],
+)
+def test_verl_accepts_the_options_of_hopper(
+    tmp_path: Path, recipe: str, exact: str
+) -> None:
     # It registers the engine, and verl warns of what is not installed.
     from jetrl_compile.integrations.verl.settings import read_settings
 
@@ -138,7 +204,7 @@ def test_verl_accepts_the_options_of_hopper(tmp_path: Path, recipe: str) -> None
     for name in ("model/config.json", "data/train.parquet"):  # they are there already
         (run / name).parent.mkdir(parents=True)
         (run / name).touch()
-    environment = {**os.environ, "PYTHON": str(python), "GPUS": "2"}
+    environment = {**os.environ, "PYTHON": str(python), "GPUS": "2", "EXACT": exact}
     done = subprocess.run(
         ["bash", str(HOPPER), "smollm2", recipe, str(run), "trainer.save_freq=5"],
         env=environment,
@@ -169,6 +235,9 @@ def test_verl_accepts_the_options_of_hopper(tmp_path: Path, recipe: str) -> None
     assert settings.on_violation == ("warn" if recipe == "rollout_only" else "stop")
     assert settings.reports == run / "reports"
     assert (settings.level, settings.wire) == (3, "bf16")
+    assert settings.exact == parts.model.use_remove_padding == (exact == "1")
+    attention = "jetrl_exact" if exact == "1" else "sdpa"
+    assert override["attn_implementation"] == attention
     wanted = {"recipe": recipe}
     assert vllm == (
         {}

@@ -12,11 +12,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from verl.utils import tensordict_utils as tu
 from verl.workers.engine.base import BaseEngine
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from jetrl_compile.digests import stored_layers
 from jetrl_compile.errors import ModelError
+from jetrl_compile.exact_attention import NAME as EXACT_ATTENTION
+from jetrl_compile.exact_attention import use_exact_attention
+from jetrl_compile.integrations.verl.exact import (
+    check_attention,
+    check_exact_config,
+    compare_log_probs,
+    packed_log_probs,
+)
 from jetrl_compile.integrations.verl.phases import (
     ACTOR_UPDATE,
     OLD_LOG_PROB,
@@ -24,7 +33,12 @@ from jetrl_compile.integrations.verl.phases import (
     PhaseLedger,
 )
 from jetrl_compile.integrations.verl.settings import Settings, read_settings, take_off
-from jetrl_compile.integrations.verl.sync import WeightSync, as_metrics, set_current
+from jetrl_compile.integrations.verl.sync import (
+    WeightSync,
+    as_metrics,
+    log_probs_kernel,
+    set_current,
+)
 from jetrl_compile.layers import compile_layers
 from jetrl_compile.pipeline import CompileReport
 from jetrl_compile.tracing import trace_model
@@ -52,6 +66,9 @@ class JetRLEngine(FSDPEngineWithLMHead):
         self.settings: Settings = read_settings(model_config.override_config)
         _check_config(model_config, engine_config)
         take_off(model_config.hf_config)
+        if self.settings.exact:
+            check_exact_config(model_config, engine_config)
+            model_config.hf_config._attn_implementation = EXACT_ATTENTION
         self.ledger: PhaseLedger
         self.sync: WeightSync | None = None
         super().__init__(
@@ -61,8 +78,12 @@ class JetRLEngine(FSDPEngineWithLMHead):
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
         """Trace the model, compile its decoder layers, then shard it."""
         settings = self.settings
+        if settings.exact:
+            check_attention(module, _device_type())
+            use_exact_attention(module)
         shell = bf16_shell(module)
-        train = trace_model(shell, phase="train", recipe=settings.recipe)
+        how: Any = {"recipe": settings.recipe, "exact": settings.exact}
+        train = trace_model(shell, phase="train", **how)
         reports: list[CompileReport] = []
         stands_for = compile_layers(
             module, **settings.backend_options, report=reports.append
@@ -71,9 +92,9 @@ class JetRLEngine(FSDPEngineWithLMHead):
         self.ledger.reports = reports
         self.ledger.watch(module)
         if not self.engine_config.forward_only:
-            rollout = trace_model(shell, phase="rollout", recipe=settings.recipe)
+            rollout = trace_model(shell, phase="rollout", **how)
             layers = stored_layers(rollout, shell)
-            self.sync = WeightSync(settings, train, layers, self.rank)
+            self.sync = WeightSync(settings, train, layers, self.rank, shell)
             set_current(self.sync)
         given = self.engine_config
         if given.forward_only and not _has_accelerator():
@@ -92,6 +113,7 @@ class JetRLEngine(FSDPEngineWithLMHead):
 
         Raises:
             LoweringError: Fewer GEMMs ran in FP8 than the recipe says.
+            ContainmentError: In exact mode, an old log-prob is not the rollout's.
         """
         self.ledger.begin()
         outputs = super().forward_backward_batch(data, loss_function, forward_only)
@@ -101,6 +123,10 @@ class JetRLEngine(FSDPEngineWithLMHead):
         count = self.ledger.end(phase, training=not forward_only)
         if count is not None and self.rank == 0:
             print(f"jetrl: {phase} runs {count} GEMMs in FP8", flush=True)
+        if self.sync is not None and self.settings.exact and phase == OLD_LOG_PROB:
+            found = compare_log_probs(data, outputs["model_output"]["log_probs"])
+            if found is not None:
+                self.sync.check_log_probs(found.tokens, found.equal, found.first)
         if self.sync is not None and not forward_only:
             own = {"jetrl/fp8_gemms": float(len(self.ledger.ran[phase]))}
             outputs["metrics"] |= as_metrics(own | self.sync.metrics())
@@ -113,13 +139,51 @@ class JetRLEngine(FSDPEngineWithLMHead):
         micro_batch: Any,
         logits_processor_func: Any,
     ) -> Any:
-        """Compute log-probs in FP32 where verl would in BF16: on a CPU."""
+        """Compute log-probs in FP32 where verl would in BF16: on a CPU.
+
+        In exact mode they are those of `jetrl::log_probs`; verl computes the rest.
+        """
         logits = getattr(output, "logits", None)  # none with verl's fused kernels
         if logits is not None and logits.device.type == "cpu":
             output.logits = logits.float()
-        return super().prepare_model_outputs(
-            output, output_args, micro_batch, logits_processor_func
+        prepare: Any = super().prepare_model_outputs
+        rest = output_args, micro_batch, logits_processor_func
+        if not self.settings.exact or tu.get_non_tensor_data(
+            micro_batch, "distillation_only", False
+        ):
+            return prepare(output, *rest)
+        assert logits is not None
+        others = micro_batch.copy()
+        tu.assign_non_tensor(others, distillation_only=True)  # leaves log-probs out
+        made = prepare(output, output_args, others, logits_processor_func)
+        made["log_probs"] = self._log_probs(logits, output_args, micro_batch)
+        return made
+
+    def _log_probs(self, logits: Tensor, output_args: Any, micro_batch: Any) -> Tensor:
+        """The log-prob of the token after each one, nested as `input_ids` is."""
+        offsets = micro_batch["input_ids"].offsets()
+        lengths = offsets.diff()
+        total = int(offsets[-1])
+        if tu.get_non_tensor_data(micro_batch, "use_remove_padding", True):
+            logits = logits[0, :total]
+        else:
+            places = torch.arange(logits.shape[1], device=logits.device)
+            logits = logits[places < lengths[:, None]]
+        given = micro_batch["temperature"]
+        temperatures = (
+            given.float().tolist()
+            if isinstance(given, Tensor)
+            else [float(given)] * len(lengths)
         )
+        scores = packed_log_probs(
+            logits,
+            output_args["input_ids_rmpad_rolled"][:total],
+            lengths.tolist(),
+            temperatures,
+            vocabulary=len(self.model_config.tokenizer),
+            kernel=log_probs_kernel(),
+        )
+        return torch.nested.nested_tensor_from_jagged(scores, offsets)
 
     def get_per_tensor_param(self, **kwargs: Any) -> tuple[Iterator[Any], Any]:
         """Return the weights for a rollout in BF16, rounded once from the masters."""
@@ -184,3 +248,7 @@ def _check_config(model_config: Any, engine_config: Any) -> None:
 
 def _has_accelerator() -> bool:
     return bool(torch.accelerator.is_available())
+
+
+def _device_type() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -50,6 +50,7 @@ class PhaseLedger:
             for op in wanted.gemms()
             if wanted.is_fp8(op) and op.name.startswith(inside)
         }
+        self._others: set[str] = set()  # what is compiled beside the layers
         self._calls: dict[str, set[str]] = defaultdict(set)
         self._graphs: dict[str, int] = {}  # compiled when a phase was last checked
 
@@ -59,10 +60,13 @@ class PhaseLedger:
         Args:
             model: After `compile_layers`.
         """
-        for path, layer in decoder_layers(model).items():
-            compiled = layer._compiled_call_impl
+        layers = decoder_layers(model)
+        for path, module in model.named_modules():
+            compiled = module._compiled_call_impl
             if compiled is not None:
-                layer._compiled_call_impl = self._noting(path, compiled)
+                module._compiled_call_impl = self._noting(path, compiled)
+                if path not in layers:
+                    self._others.add(path)
 
     def _noting(self, path: str, compiled: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -87,13 +91,20 @@ class PhaseLedger:
             The number of FP8 GEMMs that ran, None if nothing is new.
 
         Raises:
-            LoweringError: A GEMM that is FP8 in the precision graph ran otherwise, or a
-                compiled graph is not as it was traced; the layers are named.
+            LoweringError: A GEMM that is FP8 in the precision graph ran otherwise, a
+                compiled graph is not as it was traced, or in exact mode the last norm
+                or the output head ran eagerly; the modules are named.
         """
         if phase in self.ran and self._graphs[phase] == len(self.reports):
             return None
         self._graphs[phase] = len(self.reports)
         kind = "training" if training else "inference"
+        eager = sorted(self._others - self._calls[kind])
+        if eager:
+            raise LoweringError(
+                f"phase {phase!r} ran {', '.join(eager)} without exact kernels; leave "
+                "what computes logits compiled, and torch.compile on"
+            )
         found = self._gemms(self._calls[kind], training)
         self.ran[phase] = frozenset(found)
         wanted = {name for name in self._fp8 if training or _is_fprop(name)}
@@ -128,7 +139,7 @@ class PhaseLedger:
         return {
             path + name
             for path in layers
-            for name in by_module.get(self._stands_for[path], ())
+            for name in by_module.get(self._stands_for.get(path, ""), ())
         }
 
     def _check_graphs(self) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jetrl_compile.errors import RecipeError
+from jetrl_compile.exact_attention import NAME as EXACT_ATTENTION
 from jetrl_compile.options import LOWERINGS
 from jetrl_compile.recipe import Recipe, get_recipe
 
@@ -35,6 +36,8 @@ class Settings:
         cache_weights: As of the backend "jetrl".
         wire: How the weights of FP8 layers travel to rollouts: rounded to "bf16", or
             "fp8", as codes and scales.
+        exact: Whether a token has the same log-prob, bit for bit, in the rollout and in
+            the trainer's forward.
     """
 
     recipe: Recipe
@@ -45,6 +48,7 @@ class Settings:
     providers: tuple[str, ...] | None = None
     cache_weights: bool = False
     wire: str = "bf16"
+    exact: bool = False
 
     @property
     def backend_options(self) -> dict[str, Any]:
@@ -54,6 +58,7 @@ class Settings:
             "lowering": self.lowering,
             "providers": self.providers,
             "cache_weights": self.cache_weights,
+            "exact": self.exact,
         }
 
 
@@ -65,7 +70,7 @@ def read_settings(override_config: Mapping[str, Any] | None) -> Settings:
             begin with "jetrl" are Hugging Face's.
 
     Raises:
-        RecipeError: A setting or a value is unknown.
+        RecipeError: A setting or a value is unknown, or two contradict each other.
     """
     names = [field.name for field in fields(Settings)]
     given: dict[str, Any] = {}
@@ -99,13 +104,36 @@ def read_settings(override_config: Mapping[str, Any] | None) -> Settings:
         ("lowering", chosen.lowering in LOWERINGS, " or ".join(LOWERINGS)),
         ("wire", chosen.wire in WIRES, " or ".join(WIRES)),
         ("cache_weights", chosen.cache_weights in (True, False), "True or False"),
+        ("exact", isinstance(chosen.exact, bool), "True or False"),
     ):
         if not good:
             raise RecipeError(
                 f"setting {PREFIX}{name}={getattr(chosen, name)!r} is unknown; use "
                 f"{needed}"
             )
+    if chosen.exact:
+        _check_exact(chosen, (override_config or {}).get("attn_implementation"))
     return chosen
+
+
+def _check_exact(chosen: Settings, attention: Any) -> None:
+    """Check that nothing else that is set contradicts exact mode."""
+    recipe = chosen.recipe
+    if not (recipe.train and recipe.rollout):
+        raise RecipeError(
+            f"{PREFIX}exact=True does not go with recipe {recipe.name!r}, which does "
+            "not quantize both sides; use jetrl or jetrl_paper"
+        )
+    if chosen.level == 0:
+        raise RecipeError(
+            f"{PREFIX}exact=True does not go with {PREFIX}level=0: levels 1 and 2 show "
+            f"that both sides run the same kernels; set {PREFIX}level to 2 or 3"
+        )
+    if attention not in (None, EXACT_ATTENTION):
+        raise RecipeError(
+            f"{PREFIX}exact=True does not go with attn_implementation={attention!r}, "
+            f"which has no exact kernel; remove it, or set it to {EXACT_ATTENTION!r}"
+        )
 
 
 def take_off(config: Any) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from jetrl_compile.containment import ContainmentReport, check_containment
 from jetrl_compile.digests import (
@@ -23,6 +23,7 @@ from jetrl_compile.errors import ContainmentError, ModelError, OutputError
 from jetrl_compile.files import write_text
 from jetrl_compile.graph_json import write_graph
 from jetrl_compile.integrations.verl.settings import Settings
+from jetrl_compile.kernels.exact_kernels import LOG_PROBS
 from jetrl_compile.precision_graph import PrecisionGraph
 from jetrl_compile.report import render
 
@@ -41,6 +42,10 @@ class WeightSync:
         rank: Of the worker.
         sent_bytes: Of the last sync.
         check_seconds: How long a rollout was asked and compared after the last sync.
+        model: The trainer's model on the meta device.
+        log_probs: The kernel of `jetrl::log_probs` that rollouts agree with.
+        equal_log_probs: In exact mode, the share of sampled tokens whose log-probs had
+            the trainer's bits in the last step; None before.
     """
 
     def __init__(
@@ -49,8 +54,11 @@ class WeightSync:
         train: PrecisionGraph,
         layers: dict[str, StoredLayer],
         rank: int,
+        model: nn.Module,
     ) -> None:
         self.settings, self.train, self.layers = settings, train, layers
+        self.model, self.log_probs = model, LOG_PROBS[0]
+        self.equal_log_probs: float | None = None
         self.report: ContainmentReport | None = None
         self.rank = rank
         self.sent_bytes, self.check_seconds = 0, 0.0
@@ -144,7 +152,7 @@ class WeightSync:
             ContainmentError: It is not contained, and violations stop the run.
         """
         train = train or self.train
-        self.report = check_containment(rollout, train)
+        self.report = check_containment(rollout, train, exact=self.settings.exact)
         folder = self._folder()
         if folder is not None and self.rank == 0:
             write_graph(train, folder / "train.json")
@@ -173,10 +181,30 @@ class WeightSync:
         stored = merge_ranks(ranks, self._wanted)
         result, differences = compare_digests(stored, self._wanted, self.layers)
         if self.report is None:  # levels 1 and 2 were not asked for
-            self.report = check_containment(self.train, self.train)
+            exact = self.settings.exact
+            self.report = check_containment(self.train, self.train, exact=exact)
         self.report = self.report.with_level(result, differences)
         self._settle(f"level 3 after the weight sync of step {step}", (3,))
         return len(differences)
+
+    def check_log_probs(self, tokens: int, equal: int, first: str) -> None:
+        """Check that sampled tokens have the trainer's log-probs, in exact mode.
+
+        Args:
+            tokens: That a rollout sampled.
+            equal: That have equal bits in rollout and trainer.
+            first: What the first other one is.
+
+        Raises:
+            ContainmentError: One has other bits, and violations stop the run.
+        """
+        self.equal_log_probs = equal / max(tokens, 1)
+        if equal < tokens:
+            self._violate(
+                f"exact mode: {tokens - equal} of {tokens} sampled tokens have other "
+                f"log-probs in the trainer, first {first}; jetrl audit --exact names "
+                "the operator"
+            )
 
     def metrics(self) -> dict[str, float]:
         """Return what verl's loggers get with each actor update."""
@@ -187,6 +215,8 @@ class WeightSync:
             "jetrl/sync_mib": self.sent_bytes / 2**20,
             "jetrl/check_s": self.check_seconds,
         }
+        if self.equal_log_probs is not None:
+            found["jetrl/equal_log_probs"] = self.equal_log_probs
         for level in self.report.levels:
             if level.status != "not run":
                 passed = float(level.status == "passed")
@@ -218,10 +248,13 @@ class WeightSync:
         if not found:
             return
         first, count = found[0], len(found)
-        message = (
+        self._violate(
             f"{what}: not contained in the trainer, {count} "
             f"difference{'s' * (count > 1)}, first {first}"
         )
+
+    def _violate(self, message: str) -> None:
+        """Stop the run, or warn."""
         if self.settings.on_violation == "stop":
             raise ContainmentError(
                 f"{message}; mend it, or set jetrl_on_violation=warn to go on"
@@ -247,6 +280,11 @@ def current_sync() -> WeightSync:
             "external_lib=jetrl_compile.integrations.verl"
         )
     return _current
+
+
+def log_probs_kernel() -> str:
+    """Return the kernel of `jetrl::log_probs` for this process."""
+    return LOG_PROBS[0] if _current is None else _current.log_probs
 
 
 def expect_nothing() -> None:

@@ -88,6 +88,7 @@ class CPUReplica(RolloutReplica):
             read_settings(model.override_config),
             self.config.response_length,
             self.config.seed + self.replica_rank,
+            len(model.tokenizer),
         )
         await handle.wake_up.remote()
         self.servers = [handle]

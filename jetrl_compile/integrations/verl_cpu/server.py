@@ -16,6 +16,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from jetrl_compile.digests import stored_digests
 from jetrl_compile.errors import ModelError, RefitError
+from jetrl_compile.exact_attention import use_exact_attention
 from jetrl_compile.examples.sampling import left_pad, sample
 from jetrl_compile.graph_json import graph_to_json
 from jetrl_compile.integrations.verl.phases import PhaseLedger
@@ -43,7 +44,13 @@ class CPUServer:
     """A rollout model with verl's interface of a server; one in each replica."""
 
     def __init__(
-        self, path: str, config: Any, settings: Settings, max_tokens: int, seed: int
+        self,
+        path: str,
+        config: Any,
+        settings: Settings,
+        max_tokens: int,
+        seed: int,
+        vocabulary: int | None = None,
     ) -> None:
         """Load a model and store its linear layers as the recipe says.
 
@@ -53,13 +60,20 @@ class CPUServer:
             settings: Of this package.
             max_tokens: Longest response, in tokens.
             seed: Of sampling.
+            vocabulary: In exact mode, tokens from here on are never sampled, as by
+                verl's vLLM servers; None: all may be.
         """
         torch.set_num_threads(1)
         load: Any = AutoModelForCausalLM.from_pretrained  # untyped
         self.config, self.max_tokens = config, max_tokens
         model = load(path, config=config, dtype=torch.bfloat16).eval()
+        if settings.exact:
+            use_exact_attention(model)
+        self.vocabulary = vocabulary if settings.exact else None
         self.model = make_rollout_model(model, settings.recipe)
-        self.graph = trace_model(self.model, phase="rollout", recipe=settings.recipe)
+        self.graph = trace_model(
+            self.model, phase="rollout", recipe=settings.recipe, exact=settings.exact
+        )
         reports: list[CompileReport] = []
         stands_for = compile_layers(
             self.model,
@@ -148,6 +162,7 @@ class CPUServer:
             pad=pad,
             generator=self.generator,
             temperature=batch[0].temperature,
+            vocabulary=self.vocabulary,
         )
         self.ledger.end("rollout", training=False)
         return [

@@ -19,7 +19,8 @@ from jetrl_compile.integrations.verl.sync import (
     expect_nothing,
 )
 from jetrl_compile.integrations.verl_vllm.config import runs_jetrl
-from jetrl_compile.integrations.vllm.engine import on_device
+from jetrl_compile.integrations.verl_vllm.documents import config_document
+from jetrl_compile.integrations.vllm.engine import exact_on_device, on_device
 from jetrl_compile.integrations.vllm.sync_digests import read_layouts
 from jetrl_compile.kernels.dispatch import default_providers
 
@@ -39,7 +40,7 @@ class ServerAdapter(VerlAdapter):
         super().__init__(*args, **kwargs)
         self.settings: Settings = read_settings(self.model_config.override_config)
         self._runs_jetrl = runs_jetrl(self.config, self.settings)
-        self._knows_layout = False
+        self._knows_layout = self._is_prepared = False
         if self._runs_jetrl:
             _check(self.config, self.settings)
 
@@ -93,6 +94,11 @@ class ServerAdapter(VerlAdapter):
         if not asks:
             sync.expect(None, checked=False)
             return
+        exact = self.settings.exact
+        if exact and not self._is_prepared:
+            config = config_document(self.model_config.hf_config)
+            (sync.log_probs,) = set(await self._ask("jetrl_prepare", config))
+            self._is_prepared = True
         if sync.report is None:
             where = f"replica {self.replica_rank}"
             # The ranks of a sound replica run one graph.
@@ -101,6 +107,8 @@ class ServerAdapter(VerlAdapter):
                 device = live.meta.get("device", "")
                 providers = self.settings.providers or default_providers(device)
                 train = on_device(sync.train, device, providers)
+                if exact:
+                    train = exact_on_device(train, sync.model, device)
                 sync.check_graph(live, where, train)
         if self.settings.level >= 3 and not self._knows_layout:
             shards, unchecked = read_layouts(await self._ask("jetrl_layout"))

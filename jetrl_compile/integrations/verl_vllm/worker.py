@@ -11,7 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
+from jetrl_compile.integrations.verl_vllm.documents import read_config
 from jetrl_compile.integrations.vllm.engine import graph_document
+from jetrl_compile.integrations.vllm.exact import prepare_exact
 from jetrl_compile.integrations.vllm.sync_digests import (
     digest_document,
     layout_document,
@@ -44,6 +46,20 @@ class WorkerExtension(vLLMColocateWorkerExtension):
     def jetrl_layout(self) -> str:
         """Return what this rank stores, as JSON."""
         return layout_document(self._jetrl_model)
+
+    def jetrl_prepare(self, config: str) -> str:
+        """Write the trainer's tables of cosines and sines into this rank's.
+
+        Args:
+            config: The trainer's, as `config_document` writes it.
+
+        Returns:
+            The kernel of `jetrl::log_probs` that the trainer is to run.
+
+        Raises:
+            ModelError: The engine is not in exact mode.
+        """
+        return prepare_exact(read_config(config), self._jetrl_model)
 
     def jetrl_begin(self, step: int | None) -> None:
         """Refuse to generate from now on: the weights of a step will come."""
