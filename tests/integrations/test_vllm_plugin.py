@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,6 +156,24 @@ def test_eager(calls: Any, engine: Engine) -> None:
 def test_foreign_pass_is_refused(calls: Any, engine: Engine) -> None:
     engine.compilation_config.inductor_compile_config[HOOK] = print
     with pytest.raises(ModelError, match="take it out"):
+        module("config").JetRLConfig().settings()
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"lora_config": object()}, "merge them into the weights"),
+        (
+            {"parallel_config": SimpleNamespace(pipeline_parallel_size=2)},
+            "pipeline_parallel_size=2: .* use tensor_parallel_size",
+        ),
+    ],
+)
+def test_what_cannot_be_checked(
+    calls: Any, engine: Engine, more: dict[str, Any], why: str
+) -> None:
+    engine.__dict__.update(more)
+    with pytest.raises(ModelError, match=why):
         module("config").JetRLConfig().settings()
 
 

@@ -9,15 +9,17 @@ import torch
 from torch import Tensor, nn
 from vllm_engine_model import EngineModel, make_trainer
 
-from jetrl_compile.errors import RefitError
+from jetrl_compile.errors import ModelError, RefitError
 from jetrl_compile.integrations.vllm import engine
+from jetrl_compile.integrations.vllm.live_bytes import check_live_bytes
 from jetrl_compile.integrations.vllm.live_graph import LiveGraph, trace_live
 from jetrl_compile.integrations.vllm.live_model import (
     attention_facts,
     config_of,
     whole_shapes,
 )
-from jetrl_compile.integrations.vllm.ranks import chunks, push_to_ranks, rank_count
+from jetrl_compile.integrations.vllm.ranks import chunks, push_to_ranks
+from jetrl_compile.integrations.vllm.workers import rank_count
 
 SIZES = {"num_key_value_heads": 4, "intermediate_size": 512}
 
@@ -126,7 +128,7 @@ def test_a_rank_that_fails_is_told_by_all(
 
     with monkeypatch.context() as patched:
         patched.setattr(EngineModel, "load_weights", lambda self, _: fail(self))
-        with pytest.raises(RefitError, match="on a rank: OSError: the disk is full"):
+        with pytest.raises(ModelError, match="failed: OSError: the disk is full"):
             push_to_ranks(llm, given)
     assert "the disk is full" in capsys.readouterr().err
     for model in llm.models:
@@ -135,6 +137,51 @@ def test_a_rank_that_fails_is_told_by_all(
     push_to_ranks(llm, given)
     for model in llm.models:
         config_of(model).state.check()
+
+
+def test_engine_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank too: functions must be allowed, and weights come in chunks."""
+    trainer = make_trainer("llama", **SIZES)
+    llm = LLM(trainer, ranks=1)
+    change(trainer)
+    given = dict(trainer.named_parameters())
+    llm.llm_engine.engine_core = object()
+    with pytest.raises(ModelError, match="VLLM_ALLOW_INSECURE_SERIALIZATION=1"):
+        engine.refit(llm, given)
+    with pytest.raises(ModelError, match="VLLM_ENABLE_V1_MULTIPROCESSING=0"):
+        engine.engine_graph(llm)
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    sent: list[int] = []
+    plain = llm.apply_model
+
+    def apply(function: Any) -> list[Any]:
+        sent.append(len(pickle.dumps(function)))
+        return plain(function)
+
+    llm.apply_model = apply  # type: ignore[method-assign]
+    monkeypatch.setattr("jetrl_compile.integrations.vllm.ranks.CHUNK", 1 << 10)
+    assert engine.refit(llm, given) == len(given)
+    assert len(sent) > 4  # check, begin, chunks, settle, release
+    whole = sum(p.numel() * p.element_size() for p in given.values())
+    assert max(sent) < 0.6 * whole
+    result, found = check_live_bytes(llm.models[0], given)
+    assert (result.status, found) == ("passed", [])
+
+
+def test_push_that_cannot_begin() -> None:
+    trainer = make_trainer("llama", **SIZES)
+    llm = LLM(trainer, ranks=1)
+    given = dict(trainer.named_parameters())
+    llm.llm_engine.model_executor = SimpleNamespace(sleeping_tags={"weights"})
+    with pytest.raises(RefitError, match=r"asleep; call llm\.wake_up"):
+        engine.refit(llm, given)
+    llm.llm_engine.model_executor.sleeping_tags = {"kv_cache"}
+    llm.reset_prefix_cache = lambda: False  # type: ignore[method-assign,assignment]
+    with pytest.raises(RefitError, match="prefix cache is in use"):
+        engine.refit(llm, given)
+    cache = SimpleNamespace(enable_prefix_caching=False)
+    llm.llm_engine.vllm_config.cache_config = cache
+    assert engine.refit(llm, given) == len(given)
 
 
 def test_chunks_hold_whole_layers() -> None:

@@ -22,10 +22,13 @@ from jetrl_compile.integrations.vllm.live_model import (
     config_of,
     whole_shapes,
 )
-from jetrl_compile.integrations.vllm.ranks import (
-    check_ranks,
-    push_to_ranks,
-    rank_count,
+from jetrl_compile.integrations.vllm.ranks import check_ranks, push_to_ranks
+from jetrl_compile.integrations.vllm.workers import (
+    ask,
+    check_awake,
+    check_reachable,
+    drop_prefix_cache,
+    is_local,
 )
 from jetrl_compile.precision_graph import PrecisionGraph
 
@@ -45,20 +48,22 @@ def engine_graph(llm: Any) -> PrecisionGraph:
         ModelError: The model was loaded otherwise, or cannot be traced.
         LoweringError: What vLLM compiled is not what the model says.
     """
-    document = llm.apply_model(graph_document)[0]
+    check_reachable(llm)
+    document = ask(llm, graph_document)[0]
     return graph_from_json(document)
 
 
 def captured_graph(llm: Any) -> CapturedGraph:
     """Return a live engine's graph before the passes, as data for a fixture."""
-    captured: CapturedGraph = llm.apply_model(_captured)[0]
+    captured: CapturedGraph = ask(llm, _captured)[0]
     return captured
 
 
 def refit(llm: Any, weights: Weights) -> int:
     """Push all weights of a trainer into a live engine, all or nothing.
 
-    Prefix caches hold keys and values of the old weights, and are dropped.
+    Prefix caches hold keys and values of the old weights, and are dropped; so is what
+    is left of requests.
 
     Args:
         llm: vLLM's LLM, loaded with `quantization="jetrl"`.
@@ -69,16 +74,18 @@ def refit(llm: Any, weights: Weights) -> int:
         The number of tensors that were pushed.
 
     Raises:
-        RefitError: As `jetrl_compile.integrations.vllm.refit.refit_model`.
+        RefitError: As `jetrl_compile.integrations.vllm.refit.refit_model`; or the
+            weights are asleep, or the prefix cache cannot be dropped.
+        ModelError: vLLM sends no functions to the engine's process.
     """
     given = {name: tensor.detach() for name, tensor in dict(weights).items()}
+    check_reachable(llm)
+    check_awake(llm)
     drop_requests(llm)
-    count: int
-    if rank_count(llm) > 1:
-        count = push_to_ranks(llm, given)
-    else:
-        count = llm.apply_model(partial(_refit, given))[0]
-    llm.reset_prefix_cache()
+    drop_prefix_cache(llm)
+    if not is_local(llm):
+        return push_to_ranks(llm, given)
+    count: int = ask(llm, partial(_refit, given))[0]
     return count
 
 
@@ -122,14 +129,18 @@ def check_engine(
         providers: The trainer's GEMM providers; None: as the engine's device orders
             them.
         exact: Check exact mode, of both (`check_containment`).
+
+    Raises:
+        ModelError: The model cannot be traced, or its process cannot be asked.
     """
+    check_reachable(llm)
     from jetrl_compile.kernels.dispatch import default_providers
     from jetrl_compile.tracing import trace_model
 
     train = trace_model(trainer, phase="train", recipe=recipe, exact=exact)
     reports = []
     # The ranks of a sound engine run one graph.
-    for document in dict.fromkeys(llm.apply_model(graph_document)):
+    for document in dict.fromkeys(ask(llm, graph_document)):
         live = graph_from_json(document)
         device = live.meta.get("device", "")
         own = on_device(train, device, providers or default_providers(device))
@@ -138,9 +149,9 @@ def check_engine(
         reports.append(check_containment(live, own, exact=exact))
     report = next((each for each in reports if each.differences), reports[0])
     weights = {name: p.detach() for name, p in trainer.named_parameters()}
-    if rank_count(llm) > 1:
+    if not is_local(llm):
         return report.with_level(*check_ranks(llm, live, weights))
-    for result, differences in llm.apply_model(partial(_bytes, weights)):
+    for result, differences in ask(llm, partial(_bytes, weights)):
         report = report.with_level(result, differences)
         if differences:
             break

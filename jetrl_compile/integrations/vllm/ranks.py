@@ -7,8 +7,7 @@ says which shards it has and what the digests of their bytes are.
 
 import json
 import re
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,6 @@ from jetrl_compile.digests import (
     compare_digests,
     merge_ranks,
 )
-from jetrl_compile.errors import RefitError, one_line
 from jetrl_compile.integrations.vllm.refit import (
     begin_push,
     check_push,
@@ -36,17 +34,11 @@ from jetrl_compile.integrations.vllm.sync_digests import (
     layout_document,
     read_layouts,
 )
+from jetrl_compile.integrations.vllm.workers import ask
 from jetrl_compile.precision_graph import PrecisionGraph
 
 CHUNK = 1 << 28  # bytes that are sent at a time, and one decoder layer at least
 _LAYER = re.compile(r".*?\.\d+\.")
-
-
-def rank_count(llm: Any) -> int:
-    """Return how many ranks share an engine's layers (its tensor parallel size)."""
-    config = getattr(llm.llm_engine, "vllm_config", None)
-    parallel = getattr(config, "parallel_config", None)
-    return int(getattr(parallel, "tensor_parallel_size", 1))
 
 
 def push_to_ranks(llm: Any, weights: Mapping[str, Tensor]) -> int:
@@ -59,14 +51,15 @@ def push_to_ranks(llm: Any, weights: Mapping[str, Tensor]) -> int:
     Raises:
         RefitError: As `refit_model`, on any rank; where one refuses to generate, all
             do, since the others would wait for it.
+        ModelError: A rank failed otherwise; all refuse until a complete push.
     """
     facts = {name: (tuple(w.shape), w.dtype) for name, w in weights.items()}
-    _ask(llm, partial(_check, facts))
-    _ask(llm, begin_push)
-    for chunk in chunks(weights):
-        _ask(llm, partial(_some, chunk))
-    _ask(llm, settle_push)
-    _ask(llm, release_push)
+    ask(llm, partial(_check, facts))
+    ask(llm, begin_push)
+    for chunk in chunks(weights, CHUNK):
+        ask(llm, partial(_some, chunk))
+    ask(llm, settle_push)
+    ask(llm, release_push)
     return len(weights)
 
 
@@ -93,32 +86,6 @@ def chunks(
         chunk |= {name: w.detach().to("cpu") for name, w in group.items()}
         size += own
     yield chunk
-
-
-def _ask(llm: Any, act: Callable[[nn.Module], None]) -> None:
-    """Run a function on each rank's model.
-
-    vLLM reads the answers up to the first rank that raised and takes what is left for
-    those of the next call, so errors are sent as results.
-    """
-    errors: list[RefitError | None] = llm.apply_model(partial(_told, act))
-    for error in errors:
-        if error is not None:
-            raise error
-
-
-def _told(act: Callable[[nn.Module], None], model: nn.Module) -> RefitError | None:
-    try:
-        act(model)
-    except RefitError as error:
-        return error.with_traceback(None)
-    except Exception as error:
-        traceback.print_exc()  # into the rank's log
-        return RefitError(
-            f"a push of weights failed on a rank: {type(error).__name__}: "
-            f"{one_line(error)}; push all weights again"
-        )
-    return None
 
 
 def _check(
@@ -149,7 +116,7 @@ def check_ranks(
         The result of level 3, and a difference for each tensor that is not what the
         trainer's weights give.
     """
-    shards, _ = read_layouts(llm.apply_model(layout_document))
+    shards, _ = read_layouts(ask(llm, layout_document))
     layers = {
         op.module: StoredLayer(live.operands[op.name]["w"].flow, False)
         for op in live.gemms("fprop")
@@ -166,5 +133,5 @@ def check_ranks(
             for shard, dtype in shards.get(each, ()):
                 made.add(shard.key, shard.of(tensor).to(dtype))
     wanted = made.result()
-    stored = merge_ranks(map(json.loads, llm.apply_model(digest_document)), wanted)
+    stored = merge_ranks(map(json.loads, ask(llm, digest_document)), wanted)
     return compare_digests(stored, wanted, layers)

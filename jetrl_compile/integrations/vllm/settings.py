@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jetrl_compile.errors import RecipeError
+from jetrl_compile.errors import ModelError, RecipeError
 from jetrl_compile.kernels.dispatch import get_provider
 from jetrl_compile.recipe import Recipe, get_recipe
 
@@ -48,7 +48,9 @@ def read_settings(given: Mapping[str, Any], engine: Any) -> Settings:
     Raises:
         RecipeError: A setting is unknown.
         ProviderError: A provider is unknown.
+        ModelError: The engine runs in a way that has no checked flow.
     """
+    check_supported(engine)
     additional = getattr(engine, "additional_config", None)
     own = additional.get("jetrl", {}) if isinstance(additional, Mapping) else {}
     chosen = {**given, **own}
@@ -77,3 +79,27 @@ def read_settings(given: Mapping[str, Any], engine: Any) -> Settings:
         exact=bool(chosen.get("exact", False)),
         dummy=str(getattr(engine.load_config, "load_format", "")) == "dummy",
     )
+
+
+def check_supported(engine: Any) -> None:
+    """Refuse an engine whose flow or weights could not be checked.
+
+    Args:
+        engine: vLLM's config.
+
+    Raises:
+        ModelError: It has LoRA adapters, or stages of a pipeline.
+    """
+    if getattr(engine, "lora_config", None) is not None:
+        raise ModelError(
+            "enable_lora: adapters are BF16 products beside the FP8 layers, which the "
+            "trainer's graph does not have; merge them into the weights, and push those"
+        )
+    parallel = getattr(engine, "parallel_config", None)
+    stages = getattr(parallel, "pipeline_parallel_size", 1)
+    if stages != 1:
+        raise ModelError(
+            f"pipeline_parallel_size={stages}: no stage has the whole graph, and one "
+            "that refuses to generate would leave the others waiting; use "
+            "tensor_parallel_size"
+        )
