@@ -294,6 +294,35 @@ def test_interrupted_refit_is_healed_by_the_engine(
     assert logits(model).isfinite().all()
 
 
+def test_head_that_the_trainer_untied() -> None:
+    """The engine has one weight where the trainer has two: refused, and level 3."""
+    trainer: Any = make_trainer("llama", num_hidden_layers=1, tie_word_embeddings=True)
+    model = engine_model(trainer)
+    assert refit_model(model, weights(trainer)) == 11
+    whole = {**weights(trainer), "lm_head.weight": trainer.lm_head.weight.detach()}
+    assert refit_model(model, whole) == 12
+    assert check_live_bytes(model, whole)[0].status == "passed"
+    trainer.lm_head.weight = nn.Parameter(trainer.lm_head.weight.detach() * 2)
+    with pytest.raises(RefitError, match=r"lm_head\.weight and .* are one weight"):
+        refit_model(model, weights(trainer))
+    assert logits(model).isfinite().all()  # nothing was written
+    _, found = check_live_bytes(model, weights(trainer))
+    assert [d.operator for d in found] == ["lm_head.weight"]
+
+
+def test_fused_experts_are_counted_and_not_pushed() -> None:
+    trainer = make_trainer("llama", num_hidden_layers=1)
+    model = engine_model(trainer)
+    experts = nn.Module()
+    experts.w13_weight = nn.Parameter(torch.zeros(2, 8, 4), requires_grad=False)
+    model.model.layers[0].mlp.experts = experts
+    result, _ = check_live_bytes(model, weights(trainer))
+    assert result.status == "passed"
+    assert result.counts["fused experts, not compared"] == 1
+    with pytest.raises(RefitError, match=r"mlp\.experts holds fused experts"):
+        refit_model(model, weights(trainer))
+
+
 def test_layer_without_storage() -> None:
     """As vLLM leaves it where a reload raised."""
     trainer = make_trainer("llama")

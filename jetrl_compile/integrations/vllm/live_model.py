@@ -48,6 +48,21 @@ def plain_parameters(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def tied_parameters(model: nn.Module) -> dict[str, str]:
+    """Return further names of parameters, with the names that they have above."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    return {
+        name: first[id(p)]
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if first[id(p)] != name
+    }
+
+
+def has_experts(module: Any) -> bool:
+    """Whether a module holds fused experts, whose names no checkpoint has."""
+    return hasattr(module, "w13_weight")
+
+
 def whole_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Return N and K of the unsharded FP8 layers, by Hugging Face's module paths."""
     return {name: part.shape for name, (_, part) in parts_of(model).items()}

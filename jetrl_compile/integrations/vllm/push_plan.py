@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from jetrl_compile.integrations.vllm.layout import LayerLayout, Part
+from jetrl_compile.integrations.vllm.live_model import has_experts, tied_parameters
 from jetrl_compile.integrations.vllm.storage import (
     LAYOUT,
     quantized_layers,
@@ -104,6 +105,8 @@ class PushPlan:
         plain: For each tensor that stays as it is, the parameter or part of one.
         shapes: The shape that each tensor of the checkpoint must have.
         whole: Whether `plain` holds whole tensors: no tensor parallelism.
+        tied: Further names of tensors that the model has once.
+        experts: Paths of fused experts, which no push writes yet.
         owners: For each parameter, the dictionary of the module that has it, its name
             there, and itself.
     """
@@ -112,6 +115,8 @@ class PushPlan:
     plain: Mapping[str, Tensor]
     shapes: Mapping[str, tuple[int, ...]]
     whole: bool = True
+    tied: Mapping[str, str] = field(default_factory=dict)
+    experts: tuple[str, ...] = ()
     owners: tuple[tuple[dict[str, Any], str, Any], ...] = field(default=(), repr=False)
 
     @property
@@ -161,7 +166,9 @@ def make_plan(model: nn.Module) -> PushPlan:
         for module in modules.values()
         for name, parameter in module._parameters.items()
     )
-    return PushPlan(tuple(targets), plain, shapes, whole, owners)
+    experts = tuple(name for name, module in modules.items() if has_experts(module))
+    tied = tied_parameters(model)
+    return PushPlan(tuple(targets), plain, shapes, whole, tied, experts, owners)
 
 
 def write_plain(plan: PushPlan, weights: Mapping[str, Tensor]) -> None:

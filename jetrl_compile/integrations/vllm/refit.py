@@ -105,8 +105,13 @@ def check_push(plan: PushPlan, given: Mapping[str, Tensor]) -> None:
     Raises:
         RefitError: One does not fit, or a parameter is missing.
     """
+    if plan.experts:
+        raise RefitError(
+            f"{plan.experts[0]} holds fused experts, which a push cannot write yet; "
+            "push expert by expert over vLLM's reload_weights or weight-transfer API"
+        )
     shapes = plan.shapes
-    tied = {"lm_head.weight"} - set(shapes)
+    tied = {"lm_head.weight", *plan.tied} - set(shapes)
     for name, tensor in given.items():
         if name in tied:
             continue
@@ -126,9 +131,22 @@ def check_push(plan: PushPlan, given: Mapping[str, Tensor]) -> None:
                 f"weight {name} has shape {tuple(tensor.shape)}, the engine stores "
                 f"{shapes[name]}; push the weights of the same architecture"
             )
+    for name, other in plan.tied.items():
+        if name in given and other in given and not _equal(given[name], given[other]):
+            raise RefitError(
+                f"{name} and {other} are one weight in the engine, and differ here; "
+                "push a model whose config has the same tie_word_embeddings"
+            )
     missing = sorted(set(shapes) - set(given))
     if missing:
         raise RefitError(
             f"{len(missing)} of {len(shapes)} parameters are missing, first "
             f"{missing[0]}; push all of them at once: nothing was written"
         )
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same values, as far as they can be read here."""
+    if one.is_meta or other.is_meta or one.data_ptr() == other.data_ptr():
+        return True
+    return torch.equal(one, other.to(one.device))
