@@ -38,11 +38,12 @@ lint: $(VENV)/.dev
 pytest: $(VENV)/.dev $(VENV)/.browser
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal $(ARGS)
 
-# Two files on two cores; GRPO runs in a dozen processes of its own.
+# Files spread over two cores; GRPO runs in a dozen processes of its own.
 test-verl: $(VENV)/verl/.ready
 	@if test -s $<; then cat $< >&2; else OMP_NUM_THREADS=1 $(VENV)/verl/bin/python \
 	  -m pytest -n 2 --dist loadfile tests/integrations/test_verl_engine.py \
-	  tests/integrations/test_verl_vllm.py tests/integrations/test_verl_grpo.py \
+	  tests/integrations/test_verl_vllm.py tests/integrations/test_verl_exact.py \
+	  tests/integrations/test_verl_grpo.py \
 	  $(ARGS); fi
 
 test-gpu: $(VENV)/.dev

@@ -163,10 +163,11 @@ def test_a_temperature_for_each_sequence() -> None:
     )
     masked = logits.clone()
     masked[:, 20:] = -torch.inf
-    parts = zip(masked.split(lengths), labels.split(lengths), temperatures, strict=True)
+    rows, own = torch.split(masked, lengths), torch.split(labels, lengths)
+    parts = zip(rows, own, temperatures, strict=True)
     wanted = [exact_ops.log_probs(x, y, t, "aten") for x, y, t in parts]
     assert torch.equal(found, torch.cat(wanted))
-    found.sum().backward()
+    torch.autograd.backward(found.sum())
     assert leaf.grad is not None
     assert leaf.grad.isfinite().all()
     assert not leaf.grad[:, 20:].any()
@@ -286,17 +287,17 @@ class Pair:
 
         load: Any = transformers.AutoModelForCausalLM.from_pretrained
         path = engine.model_config.local_path
-        self.model: Any = EngineModel(load(path, dtype=torch.bfloat16))
-        config = self.model.config_of_engine
+        model: Any = EngineModel(load(path, dtype=torch.bfloat16))
+        config = model.config_of_engine
         config.attention, config.log_probs = attention, "blocks"
         settings = Settings(JETRL, ("reference",), exact=True)
         config.settings = lambda: settings
-        for layer in self.model.model.layers:
+        for layer in model.model.layers:
             own = SimpleNamespace(attention=attention)
             layer.self_attn.attn.quant_config = own
-        self.table = self.model.model.layers[0].self_attn.rotary_emb.cos_sin_cache
+        self.table = model.model.layers[0].self_attn.rotary_emb.cos_sin_cache
         self.table[3, 5] += 1
-        self.rpc = doubles.Engine(doubles.make_worker(self.model))
+        self.rpc = doubles.Engine(doubles.make_worker(model))
         server = doubles.make_server(self.rpc)
         self.adapter = doubles.make_adapter(engine.model_config, server)
         self.engine = engine

@@ -8,10 +8,11 @@ before `fully_shard`.
 import copy
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.base import BaseEngine
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -24,7 +25,7 @@ from jetrl_compile.integrations.verl.exact import (
     check_attention,
     check_exact_config,
     compare_log_probs,
-    packed_log_probs,
+    nested_log_probs,
 )
 from jetrl_compile.integrations.verl.phases import (
     ACTOR_UPDATE,
@@ -80,7 +81,7 @@ class JetRLEngine(FSDPEngineWithLMHead):
         settings = self.settings
         if settings.exact:
             check_attention(module, _device_type())
-            use_exact_attention(module)
+            use_exact_attention(cast(PreTrainedModel, module))
         shell = bf16_shell(module)
         how: Any = {"recipe": settings.recipe, "exact": settings.exact}
         train = trace_model(shell, phase="train", **how)
@@ -156,34 +157,14 @@ class JetRLEngine(FSDPEngineWithLMHead):
         others = micro_batch.copy()
         tu.assign_non_tensor(others, distillation_only=True)  # leaves log-probs out
         made = prepare(output, output_args, others, logits_processor_func)
-        made["log_probs"] = self._log_probs(logits, output_args, micro_batch)
-        return made
-
-    def _log_probs(self, logits: Tensor, output_args: Any, micro_batch: Any) -> Tensor:
-        """The log-prob of the token after each one, nested as `input_ids` is."""
-        offsets = micro_batch["input_ids"].offsets()
-        lengths = offsets.diff()
-        total = int(offsets[-1])
-        if tu.get_non_tensor_data(micro_batch, "use_remove_padding", True):
-            logits = logits[0, :total]
-        else:
-            places = torch.arange(logits.shape[1], device=logits.device)
-            logits = logits[places < lengths[:, None]]
-        given = micro_batch["temperature"]
-        temperatures = (
-            given.float().tolist()
-            if isinstance(given, Tensor)
-            else [float(given)] * len(lengths)
-        )
-        scores = packed_log_probs(
+        made["log_probs"] = nested_log_probs(
             logits,
-            output_args["input_ids_rmpad_rolled"][:total],
-            lengths.tolist(),
-            temperatures,
+            output_args["input_ids_rmpad_rolled"],
+            micro_batch,
             vocabulary=len(self.model_config.tokenizer),
             kernel=log_probs_kernel(),
         )
-        return torch.nested.nested_tensor_from_jagged(scores, offsets)
+        return made
 
     def get_per_tensor_param(self, **kwargs: Any) -> tuple[Iterator[Any], Any]:
         """Return the weights for a rollout in BF16, rounded once from the masters."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import response_from_nested
 
 from jetrl_compile.errors import ModelError
@@ -63,6 +64,39 @@ def check_attention(model: nn.Module, device_type: str) -> None:
             check_kernel(attention_kernel(device_type, size))
 
 
+def nested_log_probs(
+    logits: Tensor, labels: Tensor, micro_batch: Any, *, vocabulary: int, kernel: str
+) -> Tensor:
+    """Return the log-prob of the token after each one, nested as `input_ids` is.
+
+    Args:
+        logits: (1, T or more, V) of a packed batch, else (B, L, V), padded on the
+            right; BF16.
+        labels: (T or more,), int64: the token after each one of a packed batch.
+        micro_batch: verl's.
+        vocabulary: As for `packed_log_probs`.
+        kernel: As for `packed_log_probs`.
+    """
+    offsets = micro_batch["input_ids"].offsets()
+    lengths, total = offsets.diff(), int(offsets[-1])
+    if tu.get_non_tensor_data(micro_batch, "use_remove_padding", True):
+        logits = logits[0, :total]
+    else:
+        places = torch.arange(logits.shape[1], device=logits.device)
+        logits = logits[places < lengths[:, None]]
+    given = micro_batch["temperature"]
+    is_tensor = isinstance(given, Tensor)
+    scores = packed_log_probs(
+        logits,
+        labels[:total],
+        lengths.tolist(),
+        given.float().tolist() if is_tensor else [float(given)] * len(lengths),
+        vocabulary=vocabulary,
+        kernel=kernel,
+    )
+    return torch.nested.nested_tensor_from_jagged(scores, offsets)
+
+
 def packed_log_probs(
     logits: Tensor,
     labels: Tensor,
@@ -91,7 +125,7 @@ def packed_log_probs(
     masks = vocabulary < logits.shape[-1]
     scores = []
     for part, own, (_, temperature) in zip(
-        logits.split(sizes), labels.split(sizes), parts, strict=True
+        torch.split(logits, sizes), torch.split(labels, sizes), parts, strict=True
     ):
         kept = part.masked_fill(unused, -torch.inf) if masks else part
         scores.append(log_probs(kept, own, temperature, kernel))
