@@ -18,9 +18,10 @@ from jetrl_compile.layers import compile_layers
 from jetrl_compile.model_loading import load_causal_model
 
 vllm: Any = load_engine("vllm")  # its functions, from jetrl_compile.integrations.vllm
+PROMPT = 16  # tokens
 
 
-def start(folder: Path, memory: float) -> Any:
+def start(folder: Path, memory: float, length: int) -> Any:
     """Return vLLM's LLM of a folder; `quantization="jetrl"` is all that is special."""
     # In this process, so that weights are pushed from GPU memory to GPU memory.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -30,7 +31,7 @@ def start(folder: Path, memory: float) -> Any:
         str(folder),
         quantization="jetrl",
         skip_tokenizer_init=True,
-        max_model_len=2048,
+        max_model_len=PROMPT + length,
         gpu_memory_utilization=memory,
     )
 
@@ -38,7 +39,7 @@ def start(folder: Path, memory: float) -> Any:
 def show_gap(llm: Any, trainer: Any, when: str, length: int) -> None:
     """Sample, score with the trainer, and print how far the two are apart."""
     vocabulary = int(trainer.get_input_embeddings().weight.shape[0])
-    prompts = torch.randint(vocabulary, (8, 16)).tolist()
+    prompts = torch.randint(vocabulary, (8, PROMPT)).tolist()
     sampled = vllm.sample(llm, prompts, length)
     found = vllm.gap_metrics(sampled, vllm.trainer_log_probs(trainer, sampled))
     k3 = found["rollout_corr/k3_kl"]
@@ -68,7 +69,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256, help="tokens an answer")
     given = parser.parse_args()
     torch.manual_seed(0)
-    llm = start(given.folder, given.memory)
+    llm = start(given.folder, given.memory, given.length)
     trainer: Any = load_causal_model(given.folder).to("cuda", torch.bfloat16)
     print("at load:", vllm.check_engine(llm, trainer).verdict())
     compile_layers(trainer)

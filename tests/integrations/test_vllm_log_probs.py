@@ -140,6 +140,25 @@ def test_audit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert found.metrics["rollout_corr/k3_kl"] < 1e-2
 
 
+def test_engine_is_as_long_as_the_audit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM ends sequences at its limit without a word."""
+    asked: list[dict[str, Any]] = []
+
+    def start(**settings: Any) -> Any:
+        asked.append(settings)
+        raise ValueError("max_model_len is greater than the derived one")
+
+    vars(sys.modules["vllm"])["LLM"] = start
+    with pytest.raises(ModelError, match=r"vLLM refuses .*max_model_len is greater"):
+        command.audit(tmp_path, length=8192)
+    assert asked[0]["max_model_len"] == 8200
+    with pytest.raises(ModelError, match="vLLM refuses"):
+        command.graph(tmp_path)
+    assert asked[1]["max_model_len"] == 64
+
+
 def _live(model: nn.Module) -> Any:
     from jetrl_compile.integrations.vllm.live_graph import trace_live
     from jetrl_compile.integrations.vllm.live_model import attention_facts, config_of

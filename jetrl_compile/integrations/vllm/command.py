@@ -10,7 +10,7 @@ import torch
 
 from jetrl_compile.containment import Difference, LevelResult
 from jetrl_compile.engines import EngineAudit
-from jetrl_compile.errors import ModelError, one_line
+from jetrl_compile.errors import JetRLError, ModelError, one_line
 from jetrl_compile.integrations.vllm.engine import (
     check_engine,
     engine_graph,
@@ -36,19 +36,21 @@ __all__ = [
     "trainer_log_probs",
 ]
 Progress = Callable[[str], None]
+PROMPT = 8  # tokens of a prompt of an audit
 GPU_MEMORY = 0.4  # of the GPU, for the engine: the trainer needs the rest
 
 
-def load(folder: Path | str, recipe: str, **settings: Any) -> Any:
+def load(folder: Path | str, recipe: str, length: int = 64, **settings: Any) -> Any:
     """Return vLLM's LLM of a folder, in this process.
 
     Args:
         folder: A Hugging Face model.
         recipe: The recipe's name.
+        length: Tokens of the longest sequence, its prompt included.
         **settings: More arguments of LLM.
 
     Raises:
-        ModelError: vLLM cannot be imported.
+        ModelError: vLLM cannot be imported, or refuses the model or a setting.
     """
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     try:
@@ -64,10 +66,15 @@ def load(folder: Path | str, recipe: str, **settings: Any) -> Any:
         "additional_config": {"jetrl": {"recipe": recipe}},
         "skip_tokenizer_init": True,
         "gpu_memory_utilization": GPU_MEMORY,
-        "max_model_len": 4096,
+        "max_model_len": length,
         "compilation_config": {"cudagraph_capture_sizes": [1, 8]},
     }
-    return LLM(model=str(folder), **{**chosen, **settings})
+    try:
+        return LLM(model=str(folder), **{**chosen, **settings})
+    except JetRLError:
+        raise
+    except ValueError as error:
+        raise ModelError(f"vLLM refuses {folder}: {one_line(error, 400)}") from error
 
 
 def graph(
@@ -120,7 +127,7 @@ def audit(
         folder: A Hugging Face model with weights.
         recipe: The recipe's name.
         sequences: Sequences to sample.
-        length: Tokens a sequence.
+        length: Tokens that are sampled a sequence.
         seed: Of prompts and sampling.
         tolerance: Largest log-prob gap in nats that passes level 4.
         progress: Called with a line before each step.
@@ -132,7 +139,7 @@ def audit(
 
     say = progress or (lambda _: None)
     say(f"loading {folder} into vLLM")
-    llm = load(folder, recipe, **_exact_settings(recipe, exact))
+    llm = load(folder, recipe, PROMPT + length, **_exact_settings(recipe, exact))
     say("loading the trainer")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     trainer: Any = load_causal_model(folder).to(device, torch.bfloat16)
@@ -145,7 +152,9 @@ def audit(
     say("sampling")
     generator = torch.Generator().manual_seed(seed)
     vocabulary = int(trainer.get_input_embeddings().weight.shape[0])
-    prompts = torch.randint(vocabulary, (sequences, 8), generator=generator).tolist()
+    prompts = torch.randint(
+        vocabulary, (sequences, PROMPT), generator=generator
+    ).tolist()
     sampled = sample(llm, prompts, length, seed=seed)
     say("scoring with the trainer")
     compile_layers(trainer, recipe=recipe, exact=exact)
