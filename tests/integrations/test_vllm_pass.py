@@ -1,6 +1,7 @@
 """The pass where it runs in an engine: inside Inductor, and as a backend."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from jetrl_compile.errors import LoweringError
 from jetrl_compile.integrations.vllm import whole_graph
 from jetrl_compile.integrations.vllm.compile_pass import HOOK, EnginePass
 from jetrl_compile.integrations.vllm.settings import Reports, Settings
+from jetrl_compile.kernels import dispatch
 from jetrl_compile.pipeline import source_hash
 from jetrl_compile.recipe import JETRL, get_recipe
 
@@ -96,6 +98,18 @@ def test_identity_is_of_sources_and_settings() -> None:
 
 def test_identity_covers_the_integration() -> None:
     assert source_hash() in EnginePass(SETTINGS, Reports()).uuid()
+
+
+def test_identity_has_the_providers_that_can_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A cached graph names the provider of a time when another could run."""
+    settings = Settings(JETRL, ("deep_gemm", "triton", "reference"))
+    before = EnginePass(settings, Reports()).uuid()
+    known = dict(dispatch.PROVIDERS)
+    other = replace(known["deep_gemm"], usable=lambda: None)
+    monkeypatch.setitem(dispatch._REGISTRY, "deep_gemm", other)
+    assert EnginePass(settings, Reports()).uuid() != before
 
 
 def test_layer_in_another_precision_is_an_error() -> None:

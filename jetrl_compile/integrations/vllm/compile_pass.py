@@ -25,7 +25,7 @@ from jetrl_compile.integrations.vllm.spelling import spell_norms
 from jetrl_compile.integrations.vllm.spelling_rope import spell_rope
 from jetrl_compile.kernel_claims import not_exact
 from jetrl_compile.kernels import ops
-from jetrl_compile.kernels.dispatch import GemmShape
+from jetrl_compile.kernels.dispatch import GemmShape, default_providers, get_provider
 from jetrl_compile.kernels.gemm_parts import gemm_parts
 from jetrl_compile.passes.annotate_precision import annotate_precision
 from jetrl_compile.passes.canonicalize import canonicalize
@@ -62,10 +62,16 @@ class EnginePass(CustomGraphPass):
 def identity(settings: Settings) -> str:
     """Return what identifies the passes: all their sources, and the settings.
 
+    A compiled graph names the providers that the layers chose, and vLLM's cache knows
+    nothing of the layers: so which providers can run belongs to the identity.
+
     Args:
         settings: Of the engine.
     """
-    switches = f"{settings.fuse} {settings.exact}"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    names = settings.providers or default_providers(device)
+    usable = [name for name in names if get_provider(name).usable() is None]
+    switches = f"{settings.fuse} {settings.exact} {' '.join(usable)}"
     return f"jetrl {source_hash()} {settings.recipe!r} {switches}"
 
 
