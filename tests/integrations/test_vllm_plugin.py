@@ -14,6 +14,7 @@ from vllm_stubs import (
     Engine,
     QKVParallelLinear,
     ReplicatedLinear,
+    UnquantizedEmbeddingMethod,
     UnquantizedLinearMethod,
     VocabParallelEmbedding,
     installed,
@@ -122,6 +123,31 @@ def test_head_refuses(calls: Any) -> None:
     config.state.broken = "a reason"
     with pytest.raises(RefitError, match="refuses to generate: a reason"):
         method.apply(head, torch.randn(1, 2))
+
+
+def test_head_without_the_config_refuses(calls: Any) -> None:
+    """vLLM makes the heads of some models without it."""
+    config = module("config").JetRLConfig()
+    model: Any = nn.Module()
+    model.linear = ColumnParallelLinear(256)
+    model.linear.quant_config = config
+    model.head = VocabParallelEmbedding()
+    model.head.weight = torch.randn(4, 2)
+    model.head.quant_method = UnquantizedEmbeddingMethod()
+    guard_heads = module("live_model").guard_heads
+    assert (guard_heads(model), guard_heads(model)) == (1, 0)
+    logits = model.head.quant_method.apply
+    assert logits(model.head, torch.randn(1, 2)).shape == (1, 4)
+    config.state.begin("a push")
+    with pytest.raises(RefitError, match="refuses to generate: a push"):
+        logits(model.head, torch.randn(1, 2))
+
+
+def test_latent_attention_is_refused(calls: Any) -> None:
+    layer = type("MLAAttention", (nn.Module,), {})()
+    config = module("config").JetRLConfig()
+    with pytest.raises(ModelError, match=r"layers\.0\.a is multi-head latent"):
+        config.get_quant_method(layer, "layers.0.a")
 
 
 def test_mode_2(calls: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

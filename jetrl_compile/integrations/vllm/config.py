@@ -15,7 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from jetrl_compile.errors import RecipeError
+from jetrl_compile.errors import ModelError, RecipeError
 from jetrl_compile.integrations.vllm.compilation import set_up
 from jetrl_compile.integrations.vllm.exact import log_probs_kernel, set_up_exact
 from jetrl_compile.integrations.vllm.layout import kind_of, part_names
@@ -93,7 +93,13 @@ class JetRLConfig(QuantizationConfig):
         """Return how a layer is stored and run; None for vLLM's own way."""
         settings = self.settings()
         if isinstance(layer, VocabParallelEmbedding):  # ParallelLMHead is one
-            return GuardedEmbeddingMethod(self.state, settings.exact)
+            return self.guard()
+        if any(base.__name__ == "MLAAttention" for base in type(layer).__mro__):
+            raise ModelError(
+                f"{prefix} is multi-head latent attention, which keeps products of "
+                "kv_b_proj in BF16 that no push reaches; only attention with keys and "
+                "values of its own has a checked flow"
+            )
         if not isinstance(layer, LinearBase):
             return None
         if not self._is_quantized(layer, prefix, settings):
@@ -107,6 +113,10 @@ class JetRLConfig(QuantizationConfig):
             settings.providers,
             settings.dummy,
         )
+
+    def guard(self) -> "GuardedEmbeddingMethod":
+        """Return the method of an embedding or output head."""
+        return GuardedEmbeddingMethod(self.state, self.settings().exact)
 
     def _is_quantized(self, layer: Any, prefix: str, settings: Settings) -> bool:
         """Whether the recipe quantizes the layers that an engine's layer holds."""

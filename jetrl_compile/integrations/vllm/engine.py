@@ -20,6 +20,7 @@ from jetrl_compile.graph_json import graph_from_json, graph_to_json
 from jetrl_compile.integrations.vllm.live_model import (
     attention_facts,
     config_of,
+    guard_heads,
     whole_shapes,
 )
 from jetrl_compile.integrations.vllm.ranks import check_ranks, push_to_ranks
@@ -241,6 +242,7 @@ def _live(model: nn.Module) -> Any:
     from jetrl_compile.integrations.vllm.live_graph import trace_live
 
     config = config_of(model)
+    guard_heads(model)
     ranks = get_tensor_model_parallel_world_size()
     with vllm.ir.enable_torch_wrap(config.fused):
         return trace_live(

@@ -23,6 +23,27 @@ def config_of(model: nn.Module) -> Any:
     raise ModelError(f"{type(model).__name__} was loaded without quantization='jetrl'")
 
 
+def guard_heads(model: nn.Module) -> int:
+    """Let output heads refuse where the model must not generate; return how many.
+
+    vLLM makes some models' heads (OLMo 2, Qwen3-Next, GPT-OSS) without the quantization
+    config, which could not give them its method then.
+
+    Args:
+        model: A model that was loaded with `quantization="jetrl"`.
+    """
+    guard = getattr(config_of(model), "guard", None)
+    count = 0
+    for module in model.modules() if guard is not None else ():
+        names = {base.__name__ for base in type(module).__mro__}
+        method = getattr(module, "quant_method", None)
+        if "VocabParallelEmbedding" in names and not hasattr(method, "state"):
+            assert guard is not None
+            module.quant_method = guard()
+            count += 1
+    return count
+
+
 def parts_of(model: nn.Module) -> dict[str, tuple[nn.Module, Part]]:
     """Return, for each Hugging Face layer in FP8, the layer that holds it and where."""
     found = {}

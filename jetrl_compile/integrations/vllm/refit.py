@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from jetrl_compile.errors import RefitError
-from jetrl_compile.integrations.vllm.live_model import config_of
+from jetrl_compile.integrations.vllm.live_model import config_of, guard_heads
 from jetrl_compile.integrations.vllm.push_plan import (
     PushPlan,
     largest,
@@ -95,6 +95,7 @@ def plan_of(model: nn.Module) -> PushPlan:
     config = config_of(model)
     plan: PushPlan | None = getattr(config, "push_plan", None)
     if plan is None or not plan.is_current:
+        guard_heads(model)
         plan = config.push_plan = make_plan(model)
     return plan
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from jetrl_compile.errors import RefitError
 from jetrl_compile.formats import short_name
-from jetrl_compile.integrations.vllm.live_model import config_of
+from jetrl_compile.integrations.vllm.live_model import config_of, guard_heads
 from jetrl_compile.integrations.vllm.stored import StoredTensor, stored_tensors
 
 Named = tuple[str, Tensor]
@@ -40,6 +40,7 @@ class SyncReceiver:
             ModelError: It was loaded otherwise.
         """
         self.state = config_of(model).state
+        guard_heads(model)
         self.stored: tuple[StoredTensor, ...] = tuple(stored_tensors(model))
         self.failure: Exception | None = None
         self._targets = {item.name: item for item in self.stored}
