@@ -100,6 +100,21 @@ def test_what_does_not_come() -> None:
     config_of(model).state.check()
 
 
+def test_loaders_that_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's models skip names that they do not know."""
+    trainer = make_trainer("llama", **SIZES)
+    model = EngineModel(trainer)
+    with monkeypatch.context() as patched:
+        patched.setattr(model, "load_weights", lambda _: None)
+        receiver = push(model, new_weights(trainer))
+    with pytest.raises(RefitError, match="did not write all FP8 layers"):
+        receiver.release()
+    with pytest.raises(RefitError, match="sync of step 1 was not finished"):
+        config_of(model).state.check()
+    push(model, new_weights(trainer)).release()
+    config_of(model).state.check()
+
+
 def test_what_does_not_fit() -> None:
     trainer = make_trainer("llama", **SIZES)
     model = EngineModel(trainer)

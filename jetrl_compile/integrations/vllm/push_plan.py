@@ -192,5 +192,5 @@ def largest(plan: PushPlan) -> dict[str, Tensor]:
     if not own:
         return {}
     found = torch._foreach_norm(list(own.values()), float("inf"))
-    stacked = torch.stack([each.float() for each in found])
+    stacked = torch.stack(list(found)).float()
     return dict(zip(own, stacked.unbind(), strict=True))

@@ -43,6 +43,7 @@ class SyncReceiver:
         guard_heads(model)
         self.stored: tuple[StoredTensor, ...] = tuple(stored_tensors(model))
         self.failure: Exception | None = None
+        self._has_fp8 = any(item.part is not None for item in self.stored)
         self._targets = {item.name: item for item in self.stored}
         self._seen: set[str] = set()
         self._codes: set[str] = set()  # layers whose codes came as they are
@@ -142,5 +143,11 @@ class SyncReceiver:
             RefitError: Weights are missing, or hold NaN or infinity.
         """
         self.finish()
+        if self._has_fp8 and not (self.state.is_whole or self.state.broken):
+            raise RefitError(
+                f"the weight sync of step {self.step} brought all tensors, and the "
+                "model's loaders did not write all FP8 layers; send them by the names "
+                "that vLLM loads"
+            )
         self.state.pushing = ""
         self.state.check()

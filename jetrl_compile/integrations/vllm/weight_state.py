@@ -23,12 +23,14 @@ class WeightState:
         layers: The layouts of the quantized layers, by their names in the engine.
         broken: Why the model must not generate although all weights came, or "".
         pushing: Why it must not while a push of all weights is going on, or "".
+        is_whole: Whether all parts were written since the last push began.
     """
 
     def __init__(self) -> None:
         self.layers: dict[str, LayerLayout] = {}
         self.broken = ""
         self.pushing = ""
+        self.is_whole = False
         self._held = False
         self._parts: set[str] = set()
         self._stored: dict[str, None] = {}  # at load, or by a push
@@ -54,7 +56,7 @@ class WeightState:
             held: Whether only its owner ends it; else a complete push through vLLM's
                 interfaces does, too.
         """
-        self.pushing, self._held = why, held
+        self.pushing, self._held, self.is_whole = why, held, False
         self._written, self._refused, self._rest = {}, {}, {}
         self._scales = {}
 
@@ -127,7 +129,7 @@ class WeightState:
         # One look at the GPU: NaN and infinity pass from weights to their scales.
         flat = [scales.reshape(-1) for scales in given.values()]
         if not flat or bool(torch.isfinite(torch.cat(flat)).all()):
-            self.broken = ""
+            self.broken, self.is_whole = "", True
             return
         wrong = [
             name if isinstance(name, str) else ", ".join(name)
