@@ -58,12 +58,14 @@ def set_defaults(kwargs: dict[str, Any], settings: Settings) -> None:
             f"trainer's recipe is {settings.recipe.name!r}; remove it: the trainer's "
             "is used"
         )
-    exact = own.setdefault("exact", settings.exact)
+    exact = own.get("exact", settings.exact)
     if exact != settings.exact:
         raise RecipeError(
             f"{_KWARGS}.additional_config.jetrl.exact is {exact!r}, and the trainer's "
             f"jetrl_exact is {settings.exact!r}; remove it: the trainer's is used"
         )
+    if exact:
+        own["exact"] = True
     if settings.providers is not None:
         own.setdefault("providers", list(settings.providers))
     kwargs["additional_config"] = {**additional, "jetrl": own}
