@@ -74,6 +74,7 @@ def test_levels_1_to_3(kind: str, sizes: dict[str, Any]) -> None:
     assert report.exit_status == 0, [d.message for d in report.differences]
     fp8 = [op for op in live.graph.gemms("fprop") if live.graph.is_fp8(op)]
     assert len(fp8) == 14
+    assert live.graph.meta["compared_pieces"] == "0"  # nothing was compiled here
     assert live.changes["fuse_quantize"] == 6  # two norms and an activation a layer
     assert live.changes["spell_norms"] == (9 if kind == "qwen3" else 5)
     assert live.changes["spell_rope"] == 4

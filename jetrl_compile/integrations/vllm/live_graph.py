@@ -26,6 +26,7 @@ from jetrl_compile.integrations.vllm.spelling import functionalize_norms
 from jetrl_compile.pipeline import CompileReport
 from jetrl_compile.precision_graph import PrecisionGraph
 
+META = "compared_pieces"  # 0: eager, or all came from a compile cache
 TOKENS = 8  # of the trace; the number of tokens is symbolic
 
 
@@ -102,7 +103,9 @@ def trace_live(
             "its graph; unset TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE"
         )
     live = found[0]
-    return replace(live, compared=compare_pieces(live.graph, reports))
+    compared = compare_pieces(live.graph, reports)
+    said = {**live.graph.meta, META: str(compared)}
+    return replace(live, graph=replace(live.graph, meta=said), compared=compared)
 
 
 def _read(
