@@ -90,7 +90,7 @@ class Run:
         from vllm_transfer import transfer
 
         from jetrl_compile.errors import RefitError
-        from jetrl_compile.integrations.vllm.engine import drop_requests
+        from jetrl_compile.integrations.vllm.workers import drop_requests
 
         with contextlib.suppress(Failed):  # then all is sent from this process
             self.sender.wait()

@@ -17,6 +17,7 @@ from jetrl_compile.integrations.vllm.log_probs import (
     sample,
     trainer_log_probs,
 )
+from jetrl_compile.integrations.vllm.workers import drop_requests
 from jetrl_compile.metrics import mismatch_metrics
 
 pytestmark = [
@@ -120,7 +121,7 @@ def test_refit_drops_what_a_refusal_left() -> None:
     assert engine.refit(llm, trainer.named_parameters()) == 12
     assert (llm.dropped, llm.left, llm.queued) == (2, {}, [])
     llm.queued += [True]  # a step that no request waits for any more
-    assert engine.drop_requests(llm) == 0
+    assert drop_requests(llm) == 0
     assert not llm.queued
 
 

@@ -5,7 +5,6 @@ All functions take vLLM's `LLM`. They run inside its workers: in this process wi
 `VLLM_ALLOW_INSECURE_SERIALIZATION=1` before it sends them functions.
 """
 
-import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from jetrl_compile.captured_graph import CapturedGraph
 from jetrl_compile.containment import ContainmentReport, check_containment
-from jetrl_compile.errors import RefitError
 from jetrl_compile.graph_json import graph_from_json, graph_to_json
 from jetrl_compile.integrations.vllm.live_model import (
     attention_facts,
@@ -29,11 +27,11 @@ from jetrl_compile.integrations.vllm.workers import (
     check_awake,
     check_reachable,
     drop_prefix_cache,
+    drop_requests,
     is_local,
 )
 from jetrl_compile.precision_graph import PrecisionGraph
 
-STEPS_AHEAD = 4  # more than vLLM queues
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
@@ -88,29 +86,6 @@ def refit(llm: Any, weights: Weights) -> int:
         return push_to_ranks(llm, given)
     count: int = ask(llm, partial(_refit, given))[0]
     return count
-
-
-def drop_requests(llm: Any) -> int:
-    """Abort what is left of requests, as after a refusal; return how many.
-
-    vLLM prepares a step ahead: what a refused step left queued would fail once more.
-    """
-    engine = llm.llm_engine
-    left = list(engine.output_processor.request_states)
-    if left:
-        engine.abort_request(left, internal=True)
-    for _ in range(len(left) + STEPS_AHEAD):
-        if not engine.has_unfinished_requests() and not _steps_ahead(engine):
-            break
-        with contextlib.suppress(RefitError):
-            engine.step()
-    return len(left)
-
-
-def _steps_ahead(engine: Any) -> int:
-    """Return how many steps an engine in this process has queued."""
-    core = getattr(getattr(engine, "engine_core", None), "engine_core", None)
-    return len(getattr(core, "batch_queue", None) or ())
 
 
 def check_engine(

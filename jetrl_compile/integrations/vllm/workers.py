@@ -1,10 +1,11 @@
-"""Where an engine's workers are, and whether functions reach them.
+"""Where an engine's workers are: functions sent to them, and what must be idle first.
 
 In this process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`, one rank) a function gets the model
 and tensors as they are. Otherwise vLLM pickles it, which has to be allowed, and weights
 go through the CPU.
 """
 
+import contextlib
 import os
 import traceback
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch import nn
 from jetrl_compile.errors import JetRLError, ModelError, RefitError, one_line
 
 ALLOW = "VLLM_ALLOW_INSECURE_SERIALIZATION"
+STEPS_AHEAD = 4  # more than vLLM queues
 
 
 def rank_count(llm: Any) -> int:
@@ -115,3 +117,26 @@ def drop_prefix_cache(llm: Any) -> None:
             "vLLM's prefix cache is in use, and would mix keys of two pushes; wait for "
             "all requests before a push: nothing was written"
         )
+
+
+def drop_requests(llm: Any) -> int:
+    """Abort what is left of requests, as after a refusal; return how many.
+
+    vLLM prepares a step ahead: what a refused step left queued would fail once more.
+    """
+    engine = llm.llm_engine
+    left = list(engine.output_processor.request_states)
+    if left:
+        engine.abort_request(left, internal=True)
+    for _ in range(len(left) + STEPS_AHEAD):
+        if not engine.has_unfinished_requests() and not _steps_ahead(engine):
+            break
+        with contextlib.suppress(RefitError):
+            engine.step()
+    return len(left)
+
+
+def _steps_ahead(engine: Any) -> int:
+    """Return how many steps an engine in this process has queued."""
+    core = getattr(getattr(engine, "engine_core", None), "engine_core", None)
+    return len(getattr(core, "batch_queue", None) or ())
