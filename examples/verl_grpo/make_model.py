@@ -2,6 +2,7 @@
 
 python -m jetrl_compile.examples.verl_grpo.make_model smollm2 FOLDER
 python -m jetrl_compile.examples.verl_grpo.make_model tiny FOLDER
+python -m jetrl_compile.examples.verl_grpo.make_model small FOLDER
 python -m jetrl_compile.examples.verl_grpo.make_model CONFIG_FOLDER FOLDER
 """
 
@@ -38,6 +39,16 @@ TINY = {
     "max_position_embeddings": 1024,
     "tie_word_embeddings": False,
 }
+SMALL = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -66,8 +77,9 @@ def make_model(kind: str, folder: Path, *, layers: int | None, seed: int) -> int
     """Write a model folder.
 
     Args:
-        kind: "smollm2", "tiny" (a random Qwen3 of two layers with a tokenizer of
-            bytes), or a folder with a config and a tokenizer, for random weights.
+        kind: "smollm2", "tiny" or "small" (random Qwen3s with a tokenizer of bytes:
+            two layers for a CPU, four for a GPU with vLLM, whose vocabulary is the
+            tokenizer's), or a folder with a config and a tokenizer, for random weights.
         folder: Where to write.
         layers: Decoder layers, if other than the config's; not for SmolLM2.
         seed: Of random weights.
@@ -81,9 +93,10 @@ def make_model(kind: str, folder: Path, *, layers: int | None, seed: int) -> int
         model: Any = load_smollm2()
         tokenizer = smollm2_tokenizer()
     else:
-        if kind == "tiny":
+        if kind in ("tiny", "small"):
             tokenizer = byte_tokenizer()
-            config: Any = Qwen3Config(**TINY)  # type: ignore[arg-type]
+            sizes = TINY if kind == "tiny" else {**SMALL, "vocab_size": len(tokenizer)}
+            config: Any = Qwen3Config(**sizes)  # type: ignore[arg-type]
             config.bos_token_id = tokenizer.bos_token_id
             config.eos_token_id = tokenizer.eos_token_id
             config.pad_token_id = tokenizer.pad_token_id
@@ -111,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Write the model folder that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("kind", help='"smollm2", "tiny", or a folder with a config')
+    parser.add_argument("kind", help="smollm2, tiny, small, or a config's folder")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, help="decoder layers")
     parser.add_argument("--seed", type=int, default=0)
