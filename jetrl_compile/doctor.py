@@ -23,11 +23,14 @@ class GpuInfo:
         name: As the driver calls it.
         capability: Compute capability, such as "9.0".
         memory_gib: Its memory in GiB.
+        overlap: Whether kernels are launched before the one before them is over
+            (`JETRL_OVERLAP=0` turns that off).
     """
 
     name: str
     capability: str
     memory_gib: float
+    overlap: bool
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,8 @@ def package_version(name: str) -> str:
 def _gpus() -> tuple[str, tuple[GpuInfo, ...], str]:
     import torch
 
+    from jetrl_compile.kernels.triton_device import overlaps
+
     cuda = torch.version.cuda or ""
     if not torch.cuda.is_available():
         why = "no GPU or driver was found" if cuda else "this torch has no CUDA"
@@ -186,7 +191,9 @@ def _gpus() -> tuple[str, tuple[GpuInfo, ...], str]:
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
         memory = round(found.total_memory / 2**30, 1)
-        gpus.append(GpuInfo(found.name, f"{found.major}.{found.minor}", memory))
+        overlap = overlaps(torch.device("cuda", index))
+        capability = f"{found.major}.{found.minor}"
+        gpus.append(GpuInfo(found.name, capability, memory, overlap))
     return cuda, tuple(gpus), ""
 
 

@@ -37,7 +37,9 @@ def _print(found: "Diagnosis") -> None:
         table.add_row(name, version or "not installed")
     table.add_row("CUDA", found.cuda or "none")
     for gpu in found.gpus:
-        table.add_row("GPU", f"{gpu.name}, {gpu.capability}, {gpu.memory_gib} GiB")
+        overlap = "kernels overlap" if gpu.overlap else "kernels do not overlap"
+        facts = f"{gpu.name}, {gpu.capability}, {gpu.memory_gib} GiB, {overlap}"
+        table.add_row("GPU", facts)
     if found.gpu_problem:
         table.add_row("GPU", f"none: {found.gpu_problem}")
     table.add_row('backend="jetrl"', found.backend or "known to torch.compile")

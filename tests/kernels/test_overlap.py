@@ -5,10 +5,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from jetrl_compile import doctor
 from jetrl_compile.errors import ProviderError
 from jetrl_compile.kernels import triton_device
 
@@ -85,3 +87,17 @@ def test_overlap_changes_no_bit() -> None:
         assert done.returncode == 0, done.stderr[-2000:] or "a graph gave other bits"
         digests.append(done.stdout.split()[-1])
     assert digests[0] == digests[1] == digests[2]
+
+
+def test_doctor_tells_whether_kernels_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(name="H200", major=9, minor=0, total_memory=2**37)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(triton_device, "capability", lambda device: (9, 0))
+    for wanted in ("1", "0"):
+        triton_device.overlaps.cache_clear()
+        monkeypatch.setenv(triton_device.OVERLAP_VARIABLE, wanted)
+        (found,) = doctor._gpus()[1]
+        assert found.overlap == (wanted == "1")
+    triton_device.overlaps.cache_clear()
