@@ -103,8 +103,8 @@ def silu_mul_quantize(
     launch = TWICE if turned or rows != 1 else STRAIGHT
     if r and c:
         with on_device(gate):
-            work = launch.tiles(r, c)
-            launch_kernel(forward_kernel, (work,), overlaps(gate.device))(
+            tiles = launch.tiles(r, c)
+            launch_kernel(forward_kernel, (tiles,), overlaps(gate.device))(
                 gate,
                 up,
                 codes,
@@ -264,7 +264,6 @@ def silu_mul_backward_quantize(
                 UE8M0=scale_format == "ue8m0",
                 STAGES=stages,
                 num_warps=BACKWARD.warps,
-                maxnreg=BACKWARD.registers,
             )
     return codes, scales, codes_t, scales_t, codes_x, scales_x
 
