@@ -8,9 +8,12 @@ they are listed in this folder.
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+
+from filelock import FileLock
 
 from jetrl_compile.errors import ProviderError
 from jetrl_compile.kernels.launch_plans import forget_plans
@@ -18,6 +21,7 @@ from jetrl_compile.kernels.launch_plans import forget_plans
 CACHE_VARIABLE = "DG_JIT_CACHE_DIR"
 LIST = "jetrl_token_counts.json"
 WARMED = "jetrl_warmed_up.json"
+LOCK = "jetrl_warm_up.lock"
 
 
 def cache_dir() -> Path:
@@ -102,6 +106,29 @@ def add_warmed_up(identity: Sequence[object], calls: Iterable[str]) -> None:
         "calls": names,
     }
     _write(cache_dir() / WARMED, kept)
+
+
+@contextmanager
+def locked() -> Iterator[None]:
+    """Let one process at a time warm up the folder; the others wait.
+
+    Raises:
+        ProviderError: The folder cannot be written.
+    """
+    path = cache_dir() / LOCK
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path)
+        lock.acquire()
+    except (OSError, NotImplementedError) as error:
+        raise ProviderError(
+            f"{path} cannot be locked: {error}; name another folder with --cache-dir "
+            f"or {CACHE_VARIABLE}"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _write(path: Path, content: object) -> None:

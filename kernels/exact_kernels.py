@@ -10,6 +10,7 @@ from torch import Tensor
 from jetrl_compile.errors import PrecisionFlowError, ProviderError
 from jetrl_compile.kernels import reference_exact
 from jetrl_compile.kernels.launch_recorder import call_library
+from jetrl_compile.kernels.layouts import align
 from jetrl_compile.kernels.provider_deep_gemm import DEEP_GEMM, library
 
 BF16_GEMMS = ("deep_gemm", "reference")
@@ -85,8 +86,11 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def bf16_gemm(x: Tensor, w: Tensor, provider: str) -> Tensor:
     """Run `reference_exact.bf16_gemm` by a provider.
 
+    DeepGEMM writes rows that begin at multiples of 16 bytes: for N that is no multiple
+    of 8 they are written so, and copied.
+
     Raises:
-        ProviderError: The provider has no such GEMM.
+        ProviderError: The provider has no such GEMM, or not for this K.
     """
     if provider == "reference":
         return reference_exact.bf16_gemm(x, w)
@@ -95,11 +99,17 @@ def bf16_gemm(x: Tensor, w: Tensor, provider: str) -> Tensor:
             f"provider {provider!r} has no batch-invariant BF16 GEMM; use one of "
             f"{', '.join(BF16_GEMMS)}"
         )
+    (m, k), n = x.shape, w.shape[0]
+    if k % 8:
+        raise ProviderError(
+            f"deep_gemm got a BF16 GEMM of {m}x{n}x{k}; it reads rows of multiples of "
+            "8 elements: pad the hidden size"
+        )
     x, w = x.contiguous(), w.contiguous()
-    out = torch.empty((x.shape[0], w.shape[0]), dtype=x.dtype, device=x.device)
-    if out.numel():
+    out = torch.empty((m, align(n, 8)), dtype=x.dtype, device=x.device)[:, :n]
+    if out.numel() and k:
         call_library(library().bf16_gemm_nt, (x, w, out))
-    return out
+    return out.contiguous() if k else torch.zeros_like(out).contiguous()
 
 
 def log_probs(

@@ -13,6 +13,10 @@ from torch import Tensor
 
 from jetrl_compile.kernels import reference_fused
 
+NARROW = 256
+"""Rows of up to so many elements are normalized several a program on a GPU, heads of q
+and k above all: no fused operator adds up their squares in the same order."""
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return `reference_fused.rms_norm`: the norm in BF16, and its factor in FP32."""

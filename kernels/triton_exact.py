@@ -7,20 +7,20 @@ has the same bits whatever the other rows are.
 import torch
 from torch import Tensor
 
+from jetrl_compile.formats import AMAX_FLOOR
+from jetrl_compile.kernels import triton_norm
 from jetrl_compile.kernels.launch_recorder import launch_kernel
+from jetrl_compile.kernels.reference_exact import NARROW
 from jetrl_compile.kernels.triton_common import rows_of
 from jetrl_compile.kernels.triton_device import on_device
 from jetrl_compile.kernels.triton_exact_kernels import (
     head_norm_kernel,
     log_probs_kernel,
     rope_kernel,
-    row_norm_kernel,
     silu_mul_kernel,
 )
 from jetrl_compile.kernels.triton_launch import TILE
-from jetrl_compile.kernels.triton_norm import split_groups, warps_of
 
-HEAD_COLS = 256  # rows up to this long are normalized several a program
 HEAD_ROWS = 16
 ROPE_ROWS = 16
 ELEMENTS = 2048  # of a program of `silu_mul_kernel`
@@ -29,8 +29,9 @@ ELEMENTS = 2048  # of a program of `silu_mul_kernel`
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Run `reference_exact.rms_norm`.
 
-    The order of the FP32 sum is that of `triton_norm.rms_norm_quantize` where a row has
-    more than 256 elements.
+    A row of more than 256 elements is normalized by the kernel that quantizes what it
+    makes, and the codes are dropped: without them Triton would spread a row over
+    threads in another way, and add its squares in another order.
 
     Args:
         x: (..., C) in BF16, columns adjacent.
@@ -38,12 +39,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         eps: Added to the mean square.
     """
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     cols = x.shape[-1]
-    if not y.numel():
-        return y, rstd
     weight = weight.contiguous()
-    if cols <= HEAD_COLS:
+    if cols <= NARROW or not y.numel():
+        rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+        if not y.numel():
+            return y, rstd
         x, sizes, strides = _three_strides(x)
         rows = y.numel() // cols
         with on_device(x):
@@ -62,23 +63,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
                 num_warps=4,
             )
         return y, rstd
-    flat = _aligned_rows(x)
-    first, last = split_groups(-(-cols // TILE))
-    with on_device(x):
-        launch_kernel(row_norm_kernel, (flat.shape[0],))(
-            flat,
-            weight,
-            y,
-            rstd,
-            cols,
-            flat.stride(0),
-            eps,
-            FIRST=first,
-            LAST=last,
-            FULL=(first + last) * TILE == cols,
-            num_warps=warps_of(first + last),
-        )
-    return y, rstd
+    made = triton_norm.rms_norm_quantize(
+        x, None, weight, eps, 1, TILE, -1, 0, "fp32", AMAX_FLOOR, y
+    )
+    return y, made[4]
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -180,17 +168,3 @@ def _three_strides(x: Tensor) -> tuple[Tensor, tuple[int, int], tuple[int, ...]]
     shape = [1] * (4 - x.dim()) + list(x.shape)
     stride = [0] * (4 - x.dim()) + list(x.stride())
     return x, (shape[1], shape[2]), tuple(stride[:3])
-
-
-def _aligned_rows(x: Tensor) -> Tensor:
-    """Return (..., C) as (R, C) whose rows begin as those of a fresh tensor do.
-
-    Triton spreads a row over threads by the alignment of its reads, and the order of
-    the sum follows: it must depend on C alone.
-    """
-    flat = rows_of(x)
-    cols, stride = flat.shape[-1], flat.stride(0)
-    alike = stride == cols or (stride % 16 == 0 and cols % 16 == 0)
-    if alike and flat.data_ptr() % 16 == 0:
-        return flat
-    return flat.clone(memory_format=torch.contiguous_format)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jetrl_compile.kernels.triton_common import jit, round_bf16, tl
-from jetrl_compile.kernels.triton_norm_kernels import _columns, _read, _scaled, _write
+from jetrl_compile.kernels.triton_norm_kernels import _scaled
 
 
 def _kernel(function: Callable[..., Any]) -> Any:
@@ -17,38 +17,6 @@ def _kernel(function: Callable[..., Any]) -> Any:
     Another one might spread its reads over threads, and so add, in another order.
     """
     return jit(function, do_not_specialize=["rows", "n1", "n2"])
-
-
-@_kernel
-def row_norm_kernel(
-    x: tl.tensor,
-    weight: tl.tensor,
-    y: tl.tensor,
-    rstd: tl.tensor,
-    cols: tl.tensor,
-    x_stride: tl.tensor,
-    eps: tl.tensor,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
-    FULL: tl.constexpr,
-) -> None:
-    """Normalize a row of FIRST + LAST groups of 128, as `norm_kernel` does."""
-    row = tl.program_id(0).to(tl.int64)
-    x += row * x_stride
-    y += row * cols
-    at = _columns(0, FIRST)
-    value = _read(x, at, cols, FULL)
-    squares = tl.sum(value * value)
-    if LAST:
-        at_last = _columns(FIRST, LAST)
-        value_last = _read(x, at_last, cols, FULL)
-        squares += tl.sum(value_last * value_last)
-    factor = tl.rsqrt(tl.div_rn(squares, cols.to(tl.float32)) + eps)
-    tl.store(rstd + row, factor)
-    _write(y, _scaled(value, factor, _read(weight, at, cols, FULL)), at, cols, FULL)
-    if LAST:
-        scaled = _scaled(value_last, factor, _read(weight, at_last, cols, FULL))
-        _write(y, scaled, at_last, cols, FULL)
 
 
 @jit

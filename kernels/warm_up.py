@@ -6,7 +6,8 @@ its sizes, the number of tokens included (`deep_gemm_tiles.py`); one GEMM for ea
 run on memory of its size, by worker processes that each have a CUDA context of their
 own (about 0.5 GiB of GPU memory, and the GEMM's operands). What is compiled stays in a
 folder, the variable `DG_JIT_CACHE_DIR`, else ~/.deep_gemm, for later processes with the
-same DeepGEMM, at the same path, and the same nvcc.
+same DeepGEMM, at the same path, and the same nvcc. Of several processes that warm up
+one folder, ranks say, one compiles and the others wait, and find it done.
 """
 
 import importlib.util
@@ -28,6 +29,7 @@ from jetrl_compile.kernels.deep_gemm_cache import (
     add_warmed_up,
     cache_dir,
     kernels,
+    locked,
     token_counts,
     warmed_up,
 )
@@ -37,6 +39,7 @@ from jetrl_compile.kernels.provider import GemmShape
 from jetrl_compile.kernels.provider_deep_gemm import COLUMNS_1D1D, DEEP_GEMM, nvcc
 
 MAX_WORKERS = 16
+WORKER_BYTES = 1 << 30
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 Progress = Callable[[int, int, str], None]
 
@@ -169,8 +172,8 @@ def warm_up(
 
     Args:
         shapes: The GEMMs, with their number of tokens and device type "cuda".
-        jobs: Worker processes; default: one a CPU core, at most 16. 0: none, the calls
-            are made one after the other in this process.
+        jobs: Worker processes; default: one a CPU core and GiB of free GPU memory, at
+            most 16. 0: none, the calls are made one after the other in this process.
         into: The cache folder; default: `cache_dir()`. The variable is set for this
             process too.
         progress: Called with the calls done, all calls, and the last one.
@@ -191,13 +194,15 @@ def warm_up(
     add_token_counts(exact_tokens)
     calls, rejected = calls_of(shapes)
     before, identity = kernels(), _identity()
-    known = warmed_up(identity)
-    missing = [call for call in calls if call.key() not in known]
-    failed = _run(missing, jobs, progress or (lambda *_: None)) if missing else []
-    names = {name for name, _ in failed}
-    ran = [call.key() for call in missing if str(call) not in names]
-    if ran:
-        add_warmed_up(identity, ran)
+    failed: list[tuple[str, str]] = []
+    if _missing(calls, identity):
+        with locked():
+            missing = _missing(calls, identity)  # less, where another compiled some
+            failed = _run(missing, jobs, progress or (lambda *_: None))
+            names = {name for name, _ in failed}
+            ran = [call.key() for call in missing if str(call) not in names]
+            if ran:
+                add_warmed_up(identity, ran)
     return WarmUp(
         len(calls),
         len(kernels() - before),
@@ -229,12 +234,26 @@ def _identity() -> tuple[object, ...]:
     return (sizes, nvcc(), _sms())
 
 
+def _missing(calls: Sequence[Call], identity: tuple[object, ...]) -> list[Call]:
+    known = warmed_up(identity)
+    return [call for call in calls if call.key() not in known]
+
+
+def _workers() -> int:
+    """Return how many processes the cores and the GPU's free memory allow for."""
+    cores = min(MAX_WORKERS, os.cpu_count() or 1)
+    if not torch.cuda.is_available():
+        return cores
+    free, _ = torch.cuda.mem_get_info()
+    return max(min(cores, free // WORKER_BYTES), 1)
+
+
 def _run(
     calls: Sequence[Call], jobs: int | None, progress: Progress
 ) -> list[tuple[str, str]]:
-    workers = min(MAX_WORKERS, os.cpu_count() or 1) if jobs is None else jobs
+    workers = _workers() if jobs is None else jobs
     failed: list[tuple[str, str]] = []
-    if workers < 1:
+    if workers < 1 or not calls:
         for done, call in enumerate(calls, 1):
             failed += _try(call)
             progress(done, len(calls), str(call))

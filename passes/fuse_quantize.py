@@ -24,6 +24,7 @@ from jetrl_compile.passes.fused_patterns import (
     match_gated_backward,
     match_norm,
     unviewed,
+    why_apart,
 )
 from jetrl_compile.passes.graph_nodes import (
     emit,
@@ -104,17 +105,11 @@ class _Fuser:
             result = unviewed(x)
             norm, gated = match_norm(result), match_gated(result)
             others = self._other_readers(result)
-            if (norm or gated) and others:
+            apart = f"{others[0].target} reads it too" if others else None
+            apart = apart or why_apart(result, x, norm)
+            if (norm or gated) and apart:
                 self.context.notes.append(
-                    f"{self._name(quantize)}: not fused with what makes x: "
-                    f"{others[0].target} reads it too"
-                )
-                norm = gated = None
-            made, read = (t.meta["val"].shape[-1] for t in (result, x))
-            if (norm or gated) and str(made) != str(read):
-                self.context.notes.append(
-                    f"{self._name(quantize)}: not fused with what makes x: it is made "
-                    f"in rows of {made} and read in rows of {read}"
+                    f"{self._name(quantize)}: not fused with what makes x: {apart}"
                 )
                 norm = gated = None
             if norm is not None:

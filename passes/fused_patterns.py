@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 
 from jetrl_compile.kernels import exact_ops
+from jetrl_compile.kernels.reference_exact import NARROW
 from jetrl_compile.passes.graph_nodes import kept_meta
 from jetrl_compile.passes.graph_writer import EXACT
 
@@ -137,6 +138,22 @@ def match_norm(result: Any) -> RmsNorm | None:
     if str(weight.meta["val"].shape[0]) != str(x.meta["val"].shape[-1]):
         return None
     return RmsNorm(result, x, _terms(x), weight, eps, rstd, wide)
+
+
+def why_apart(result: Node, x: Node, norm: RmsNorm | None) -> str | None:
+    """Return why what makes a tensor does not quantize it, or None.
+
+    Args:
+        result: What is made.
+        x: The view of it that is quantized.
+        norm: The RMSNorm that makes it, if one does.
+    """
+    made, read = (t.meta["val"].shape[-1] for t in (result, x))
+    if str(made) != str(read):
+        return f"it is made in rows of {made} and read in rows of {read}"
+    if norm is not None and norm.exact and int(made) <= NARROW:
+        return f"exact mode adds up rows of up to {NARROW} in an order of their own"
+    return None
 
 
 def _exact_norm(result: Node) -> RmsNorm | None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import threading
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -179,6 +180,43 @@ def test_a_second_warm_up_runs_only_what_is_new(ran: list[Call]) -> None:
         ran.clear()
         warm_up([FPROP], jobs=0)
         assert ran == [Call(64, 256, 128)]
+
+
+def test_one_of_several_processes_compiles(ran: list[Call]) -> None:
+    fprop, done = [FPROP], []
+    with deep_gemm_cache.locked():
+        threads = [
+            threading.Thread(target=lambda: done.append(warm_up(fprop, jobs=0)))
+            for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        threads[0].join(0.3)
+        assert not done
+    for thread in threads:
+        thread.join()
+    assert len(done) == 2
+    assert len(ran) == 1
+
+
+def test_what_is_all_there_needs_no_lock(
+    ran: list[Call], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    warm_up([FPROP], jobs=0)
+    lock = deep_gemm_cache.cache_dir() / deep_gemm_cache.LOCK
+    lock.unlink(missing_ok=True)
+    lock.mkdir()
+    assert warm_up([FPROP], jobs=0).failed == ()
+    with pytest.raises(ProviderError, match="cannot be locked: "):
+        warm_up([replace(FPROP, n=512)], jobs=0)
+
+
+def test_workers_fit_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for free, workers in ((5 << 30, 5), (100 << 30, 16), (1 << 20, 1)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda f=free: (f, f))
+        assert module._workers() == workers
 
 
 def test_what_failed_is_tried_again(

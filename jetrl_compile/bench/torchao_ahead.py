@@ -65,6 +65,7 @@ def compile_quantizers(
         function()
     except ProviderError:
         return  # the table will say why
+    keep_one_cache()
     calls = calls_of(linears, tokens)
     workers = min(MOST_WORKERS, os.cpu_count() or 1, len(calls))
     failed: list[str] = []
@@ -75,6 +76,16 @@ def compile_quantizers(
     say(f"{len(calls) - len(failed)} of torchao's quantizers compiled")
     for line in failed:
         say(f"torchao: {line}")
+
+
+def keep_one_cache() -> None:
+    """Let Triton keep what it compiles in one folder, here and in worker processes.
+
+    TorchInductor names another one (`TRITON_CACHE_DIR`) at the first kernel that it
+    loads, unless there is one, and Triton would then find nothing that it made before.
+    """
+    knobs: Any = importlib.import_module("triton.knobs")
+    os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
 
 
 def _run(call: Call) -> None:

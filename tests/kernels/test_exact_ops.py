@@ -81,6 +81,14 @@ def test_bf16_gemm_of_a_row_is_the_same_in_every_batch() -> None:
         assert torch.equal(exact_ops.bf16_gemm(x[index], w, GEMM), y[index])
 
 
+@pytest.mark.parametrize("vocabulary", [1, 4, 250, 1001])
+def test_bf16_gemm_of_any_vocabulary(vocabulary: int) -> None:
+    x, w = normal(7, HIDDEN), normal(1008, HIDDEN, seed=1)
+    y = exact_ops.bf16_gemm(x, w[:vocabulary], GEMM)
+    assert y.is_contiguous()
+    assert torch.equal(y, exact_ops.bf16_gemm(x, w, GEMM)[:, :vocabulary])
+
+
 @pytest.mark.parametrize("vocabulary", [1000, 49152])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("kernel", ["aten", "blocks"])
@@ -236,12 +244,15 @@ def test_norm_is_what_the_fused_kernel_quantizes(cols: int) -> None:
 
     x, weight = normal(300, cols), normal(cols, seed=1)
     y, rstd = exact_ops.rms_norm(x, weight, 1e-6, None)
-    kept = torch.empty_like(x)
-    made = triton_norm.rms_norm_quantize(
-        x, None, weight, 1e-6, 1, 128, -1, 0, "fp32", 1e-10, kept
-    )
-    assert torch.equal(kept, y)
-    assert torch.equal(made[4], rstd)
+    for scale_format in ("fp32", "ue8m0"):
+        for residual in (None, torch.zeros_like(x)):
+            for kept in (None, torch.empty_like(x)):
+                flow = (1, 128, -1, 0, scale_format, 1e-10)
+                made = triton_norm.rms_norm_quantize(
+                    x, residual, weight, 1e-6, *flow, kept
+                )
+                assert kept is None or torch.equal(kept, y)
+                assert torch.equal(made[4], rstd)
 
 
 @pytest.mark.gpu
