@@ -24,6 +24,7 @@ from vllm_trainer import make_trainer, take_step
 from vllm_warm_up import Wanted, warm_up
 
 from jetrl_compile.bench.models import BUILT_IN
+from jetrl_compile.kernels.deep_gemm_tiles import token_steps
 
 CHUNK = 512  # tokens of a step: longer prompts are read in chunks
 TRAIN = 512  # tokens of an optimizer step
@@ -86,7 +87,12 @@ class Run:
         self.trainer = load(folder, config=self.config, dtype="bfloat16").to("cuda")
         most = max(high for *_, high in BATCHES) + self.length
         sequences = max(count for _, count, *_ in BATCHES)
-        warm_up(Wanted(folder, [CHUNK]), Wanted(folder, [TRAIN], backward=True), jobs=8)
+        every = token_steps(1, max(CHUNK, most))
+        train = [TRAIN] if self.steps else []
+        warm_up(
+            Wanted(folder, every, exact=True),
+            *(Wanted(folder, [count], backward=True) for count in train),
+        )
         self.llm = make_llm(
             folder,
             cache_bytes(self.config, 64, most),

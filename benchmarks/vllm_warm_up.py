@@ -18,11 +18,13 @@ class Wanted(NamedTuple):
         folder: With its config.json.
         tokens: Of batches.
         backward: Whether the trainer's backward is wanted, too.
+        exact: Whether exact mode's output head is wanted, too.
     """
 
     folder: Path | str
     tokens: Iterable[int]
     backward: bool = False
+    exact: bool = False
 
 
 def use_one_cache() -> None:
@@ -35,23 +37,26 @@ def use_one_cache() -> None:
 def warm_up(
     *wanted: Wanted, say: Callable[[str], None] = print, jobs: int = 16
 ) -> None:
-    """Run `jetrl warm-up` for models, all at once; say what it printed.
+    """Run `jetrl warm-up` for models, one after the other; say what it printed.
 
     Args:
         *wanted: The models.
         say: Takes a text.
-        jobs: Processes that compile, of all models together.
+        jobs: Processes that compile.
     """
     use_one_cache()
-    running = []
     for each in wanted:
         command = [sys.executable, "-m", "jetrl_compile.cli", "warm-up"]
-        command += [str(each.folder), "--jobs", str(max(1, jobs // len(wanted)))]
+        command += [str(each.folder), "--jobs", str(jobs)]
         command += ["--backward" if each.backward else "--no-backward"]
+        command += ["--exact"] if each.exact else []
         for count in sorted(set(each.tokens)):
             command += ["--tokens", str(count)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        running.append(subprocess.Popen(command, **pipes))  # type: ignore[call-overload]
-    for process in running:
-        said, _ = process.communicate()
-        say(said.strip())
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        say(done.stdout.strip())

@@ -66,6 +66,20 @@ def shapes_of_graph(
     return tuple(replace(shape, m=m) for shape in found for m in counts)
 
 
+def heads_of_graph(
+    graph: PrecisionGraph, tokens: Iterable[int]
+) -> list[tuple[int, int, int]]:
+    """Return M, N and K of the forward GEMMs that are not FP8: the output head.
+
+    Args:
+        graph: A precision graph.
+        tokens: Numbers of tokens.
+    """
+    kept = [op for op in graph.gemms("fprop") if not graph.is_fp8(op)]
+    sizes = {(int(dict(op.params)["N"]), int(dict(op.params)["K"])) for op in kept}
+    return [(m, n, k) for n, k in sorted(sizes) for m in sorted(set(tokens))]
+
+
 _Layer = tuple[str, int, int]  # module path, N, K
 
 

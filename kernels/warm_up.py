@@ -34,6 +34,7 @@ from jetrl_compile.kernels.deep_gemm_cache import (
     warmed_up,
 )
 from jetrl_compile.kernels.deep_gemm_tiles import H200_SMS, Kernel, kernel_for
+from jetrl_compile.kernels.exact_kernels import bf16_gemm
 from jetrl_compile.kernels.layouts import align, empty_quantized
 from jetrl_compile.kernels.provider import GemmShape
 from jetrl_compile.kernels.provider_deep_gemm import COLUMNS_1D1D, DEEP_GEMM, nvcc
@@ -55,6 +56,7 @@ class Call:
         b_rows: Rows of a region of `b`: 1 or 128.
         out_dtype: Short name of the result's dtype.
         over_tokens: Whether the contraction is over tokens.
+        quantized: Whether operands are FP8; else BF16, as exact mode's output head.
     """
 
     m: int
@@ -63,8 +65,11 @@ class Call:
     b_rows: int = 128
     out_dtype: str = "bf16"
     over_tokens: bool = False
+    quantized: bool = True
 
     def __str__(self) -> str:
+        if not self.quantized:
+            return f"{self.m}x{self.n}x{self.k}, bf16"
         return f"{self.m}x{self.n}x{self.k}, b by {self.b_rows}x128, {self.out_dtype}"
 
     def kernel(self, sms: int) -> "tuple[Kernel | Call, int]":
@@ -72,6 +77,8 @@ class Call:
 
         With it comes the contraction that is compiled in, or 0.
         """
+        if not self.quantized:
+            return self, 0
         by_groups = self.b_rows == 1 or self.out_dtype == "fp32"
         k = align(self.k, COLUMNS_1D1D) if by_groups else self.k
         found = kernel_for(self.m, self.n, k, by_groups, sms) or self
@@ -87,6 +94,14 @@ class Call:
     def run(self) -> None:
         """Run it on uninitialized memory of the current GPU and wait for it."""
         device = torch.device("cuda")
+        if not self.quantized:
+            sizes = ((self.m, self.k), (self.n, self.k))
+            x, w = (
+                torch.empty(size, dtype=torch.bfloat16, device=device) for size in sizes
+            )
+            bf16_gemm(x, w, "deep_gemm")
+            torch.cuda.synchronize()
+            return
         turned = self.over_tokens
         a = empty_quantized((self.m, self.k), 1, 128, device, turned)
         b = empty_quantized((self.n, self.k), self.b_rows, 128, device, turned)
@@ -167,6 +182,7 @@ def warm_up(
     into: Path | None = None,
     progress: Progress | None = None,
     exact_tokens: Iterable[int] = (),
+    heads: Iterable[tuple[int, int, int]] = (),
 ) -> WarmUp:
     """Compile what DeepGEMM needs for GEMMs.
 
@@ -179,6 +195,7 @@ def warm_up(
         progress: Called with the calls done, all calls, and the last one.
         exact_tokens: Numbers of tokens for which wgrad has kernels of its own, which
             are a few percent faster; for other numbers one kernel serves all.
+        heads: M, N and K of the BF16 GEMMs of exact mode.
 
     Raises:
         ProviderError: DeepGEMM cannot run here, a size is not known, or DeepGEMM has
@@ -193,6 +210,7 @@ def warm_up(
         _use_folder(into.expanduser().absolute())
     add_token_counts(exact_tokens)
     calls, rejected = calls_of(shapes)
+    calls += [Call(*sizes, quantized=False) for sizes in sorted(set(heads))]
     before, identity = kernels(), _identity()
     failed: list[tuple[str, str]] = []
     if _missing(calls, identity):

@@ -211,6 +211,22 @@ def test_what_is_all_there_needs_no_lock(
         warm_up([replace(FPROP, n=512)], jobs=0)
 
 
+def test_heads_of_exact_mode(
+    ran: list[Call], config_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = [str(config_dir), "--exact", "--jobs", "0", "--no-backward"]
+    args += ["--tokens", "8", "--tokens", "64"]
+    done = CliRunner().invoke(cli.app, ["warm-up", *args])
+    assert done.exit_code == 0, done.output
+    heads = [call for call in ran if not call.quantized]
+    assert [(call.m, call.n, call.k) for call in heads] == [
+        (8, 512, 256),
+        (64, 512, 256),
+    ]
+    listed = CliRunner().invoke(cli.app, ["warm-up", *args, "--dry-run"]).output
+    assert "8x512x256, bf16\n64x512x256, bf16\n" in listed
+
+
 def test_workers_fit_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

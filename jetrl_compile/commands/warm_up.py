@@ -39,6 +39,10 @@ def command(
     backward: Annotated[
         bool, typer.Option(help="Include the GEMMs of backward.")
     ] = True,
+    exact: Annotated[
+        bool,
+        typer.Option(help="Include the BF16 GEMMs of exact mode: the output head."),
+    ] = False,
     jobs: Annotated[
         int | None,
         typer.Option(min=0, help="Processes that compile; default one a core."),
@@ -55,30 +59,35 @@ def command(
     with progress("loading"):
         given = tokens or ["8192"]
         counts = [count for text in given for count in _counts(text)]
-        exact = [int(text) for text in given if ":" not in text]
-        from jetrl_compile.gemm_shapes import shapes_of_config
+        alone = [int(text) for text in given if ":" not in text]
+        from jetrl_compile.gemm_shapes import heads_of_graph, shapes_of_graph
         from jetrl_compile.kernels.deep_gemm_cache import CACHE_VARIABLE
         from jetrl_compile.kernels.warm_up import calls_of, warm_up
+        from jetrl_compile.tracing import trace_config
     with progress(f"tracing {config_dir}") as step:
-        shapes = shapes_of_config(
-            config_dir,
-            counts,
-            recipe=recipe,
-            backward=backward,
-            progress=step,
-        )
-    if not shapes:
+        phase = "train" if backward else "rollout"
+        graph = trace_config(config_dir, phase=phase, recipe=recipe, progress=step)
+        shapes = shapes_of_graph(graph, counts, backward=backward)
+        heads = heads_of_graph(graph, counts) if exact else []
+    if not shapes and not heads:
         typer.echo(f"recipe {recipe} has no FP8 GEMM in this model: nothing to compile")
         return
     if dry_run:
         calls, rejected = calls_of(shapes)
         for call in calls:
             typer.echo(str(call))
+        for m, n, k in heads:
+            typer.echo(f"{m}x{n}x{k}, bf16")
         _print_pairs("not by deep_gemm", rejected)
         return
     with _bar() as show:
         done = warm_up(
-            shapes, jobs=jobs, into=cache_dir, progress=show, exact_tokens=exact
+            shapes,
+            jobs=jobs,
+            into=cache_dir,
+            progress=show,
+            exact_tokens=alone,
+            heads=heads,
         )
     _print(done)
     if cache_dir is not None:
