@@ -24,6 +24,7 @@ from vllm_trainer import make_trainer, take_step
 from vllm_warm_up import Wanted, warm_up
 
 from jetrl_compile.bench.models import BUILT_IN
+from jetrl_compile.exact_attention import use_exact_attention
 from jetrl_compile.kernels.deep_gemm_tiles import token_steps
 
 CHUNK = 512  # tokens of a step: longer prompts are read in chunks
@@ -85,6 +86,7 @@ class Run:
         # Loaded as users load: some buffers are made otherwise from a config.
         load: Any = AutoModelForCausalLM.from_pretrained
         self.trainer = load(folder, config=self.config, dtype="bfloat16").to("cuda")
+        use_exact_attention(self.trainer)
         most = max(high for *_, high in BATCHES) + self.length
         sequences = max(count for _, count, *_ in BATCHES)
         every = token_steps(1, max(CHUNK, most))

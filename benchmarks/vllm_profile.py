@@ -25,6 +25,7 @@ from vllm_throughput import ENGINES, PROMPT
 from jetrl_compile.bench.models import BUILT_IN
 
 ATTENTION = "FlashAttnFwdSm90"
+LONGEST = 12  # kernels between the layers of two steps that are printed
 STEPS = 24  # that are generated while the profiler is on
 Event = tuple[int, int, str]  # start and length in ns, name
 
@@ -84,6 +85,36 @@ def layers(events: Sequence[Event]) -> list[list[Event]]:
     return [list(events[a : b + 1]) for a, b in spans if b - a == length]
 
 
+def steps(events: Sequence[Event], kept: int, layer: float) -> dict[str, Any] | None:
+    """Return medians of a step in us: all of it, without a kernel, outside of layers.
+
+    Beside them are the longest kernels between the last attention of a step and the
+    first one of the next.
+
+    Args:
+        events: Of a run that decodes.
+        kept: Attentions of a step.
+        layer: Median of a layer in us.
+    """
+    at = [place for place, event in enumerate(events) if ATTENTION in event[2]]
+    found = []
+    for first in range(0, len(at) - kept, kept):
+        part = events[at[first] : at[first + kept] + 1]
+        gaps = (b[0] - a[0] - a[1] for a, b in pairwise(part))
+        found.append((part[-1][0] - part[0][0], sum(max(gap, 0) for gap in gaps)))
+    if not found:
+        return None
+    whole, idle = (median(one[i] for one in found) / 1e3 for i in (0, 1))
+    between = events[at[len(at) - kept - 1] + 1 : at[len(at) - kept]]
+    longest = sorted(between, key=lambda event: -event[1])[:LONGEST]
+    return {
+        "step": whole,
+        "idle": idle,
+        "outside": whole - kept * layer,
+        "longest": [(short(name), length / 1e3) for _, length, name in longest],
+    }
+
+
 def rows(found: list[list[Event]]) -> list[dict[str, Any]]:
     """Return name, time and gap of each kernel of a layer, in us."""
     made = []
@@ -104,8 +135,10 @@ def short(name: str) -> str:
     return re.sub(r"void |at::native::|cutlass::|deep_gemm::", "", name)[:70]
 
 
-def report(title: str, events: Sequence[Event], say: Callable[[str], None]) -> Any:
-    """Print a layer, and return it as data."""
+def report(
+    title: str, events: Sequence[Event], kept: int, say: Callable[[str], None]
+) -> Any:
+    """Print a layer and a step, and return them as data."""
     found = layers(events)
     if not found:
         say(f"{title}: no two attentions of {ATTENTION} were seen")
@@ -116,7 +149,15 @@ def report(title: str, events: Sequence[Event], say: Callable[[str], None]) -> A
     say(f"{title}: {span:.1f} us a layer, kernels {busy:.1f}, {len(found)} layers")
     for row in table:
         say(f"  {row['us']:9.2f} {row['gap']:8.2f}  {row['kernel']}")
-    return {"span": span, "kernels": table, "layers": len(found)}
+    step = steps(events, kept, span)
+    if step is not None:
+        say(
+            f"  a step: {step['step']:.0f} us, {step['idle']:.0f} without a kernel, "
+            f"{step['outside']:.0f} outside of {kept} layers"
+        )
+        for name, length in step["longest"]:
+            say(f"  {length:9.2f}           {name}")
+    return {"span": span, "kernels": table, "layers": len(found), "step": step}
 
 
 def main(
@@ -151,7 +192,7 @@ def main(
                     except Failed as error:
                         typer.echo(str(error))
                         break
-                    results[title] = report(title, events, typer.echo)
+                    results[title] = report(title, events, kept, typer.echo)
         for worker in workers:
             worker.stop()
     output.write_text(json.dumps({"model": model, "layers": kept, "found": results}))

@@ -24,6 +24,7 @@ from vllm_engines import write_config as write
 from vllm_warm_up import Wanted, warm_up
 
 from jetrl_compile.bench.models import BUILT_IN
+from jetrl_compile.kernels.deep_gemm_tiles import token_steps
 
 ENGINES: dict[str, dict[str, Any]] = {
     "bf16": {},
@@ -82,17 +83,13 @@ def start(
     return rate
 
 
-def batches(sequences: list[int]) -> set[int]:
-    """Return how many tokens the steps have: those that decode come first."""
-    counts = {*sequences, BATCHED}
-    for count in sequences:
-        left, whole = count * PROMPT, 0
-        while left:
-            taken = min(left, BATCHED - whole)
-            counts.add(whole + taken)
-            left -= taken
-            whole = count - -(-left // PROMPT)  # prompts that have been read
-    return counts
+def batches(sequences: list[int]) -> list[int]:
+    """Return how many tokens steps may have; one number for all that share kernels.
+
+    Requests reach an engine in a process of its own one after the other, so it may read
+    any number of prompts in a step.
+    """
+    return token_steps(1, max(BATCHED, *sequences))
 
 
 def main(

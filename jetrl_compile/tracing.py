@@ -113,10 +113,23 @@ def trace_model(
             else meta
         )
     shell = copy.deepcopy(model, memo)
+    _drop_input_grads(shell)
     say = progress or (lambda _: None)
     graph = _trace(shell, phase, chosen, providers, fold_layers, say, exact)
     label = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     return replace(graph, meta={**graph.meta, "model": str(label)})
+
+
+def _drop_input_grads(model: nn.Module) -> None:
+    """Take off the hooks by which gradient checkpointing asks for input gradients.
+
+    They change nothing where parameters have gradients, and Dynamo of torch 2.11 has no
+    `requires_grad_` without them.
+    """
+    for module in model.modules():
+        for key, hook in list(module._forward_hooks.items()):
+            if getattr(hook, "__name__", "") == "make_inputs_require_grads":
+                del module._forward_hooks[key]
 
 
 def _load_config(folder: Path | str) -> Any:

@@ -121,6 +121,19 @@ def test_a_model_in_memory_is_not_changed() -> None:
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
+@pytest.mark.parametrize("phase", ["train", "rollout"])
+def test_gradient_checkpointing_changes_no_graph(phase: str) -> None:
+    from transformers import LlamaForCausalLM
+
+    model: Any = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **SIZES))
+    graph = trace_model(model, phase=phase)
+    model.enable_input_require_grads()  # as gradient checkpointing does
+    hooks = dict(model.get_input_embeddings()._forward_hooks)
+    assert hooks
+    assert trace_model(model, phase=phase) == graph
+    assert dict(model.get_input_embeddings()._forward_hooks) == hooks
+
+
 BAD_CONFIGS = {
     "empty folder": (None, "holds no config.json"),
     "no JSON": ("{", "is no JSON object"),

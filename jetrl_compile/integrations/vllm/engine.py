@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from jetrl_compile.captured_graph import CapturedGraph
 from jetrl_compile.containment import ContainmentReport, check_containment
+from jetrl_compile.errors import ModelError
+from jetrl_compile.exact_attention import is_exact
 from jetrl_compile.graph_json import graph_from_json, graph_to_json
 from jetrl_compile.integrations.vllm.live_model import (
     attention_facts,
@@ -107,9 +109,15 @@ def check_engine(
         exact: Check exact mode, of both (`check_containment`).
 
     Raises:
-        ModelError: The model cannot be traced, or its process cannot be asked.
+        ModelError: The model cannot be traced, its process cannot be asked, or with
+            `exact` it has another attention.
     """
     check_reachable(llm)
+    if exact and not is_exact(trainer):
+        raise ModelError(
+            "the trainer has another attention than exact mode's; call "
+            "jetrl_compile.exact_attention.use_exact_attention(trainer) first"
+        )
     from jetrl_compile.kernels.dispatch import default_providers
     from jetrl_compile.tracing import trace_model
 
