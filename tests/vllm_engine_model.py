@@ -237,12 +237,27 @@ class DecoderLayer(nn.Module):
         return self.mlp(x), residual
 
 
+class Vocabulary(nn.Embedding):
+    """An embedding or output head, whose rows the engine pads."""
+
+    def __init__(self, config: Any, pad: int) -> None:
+        rows = -(-config.vocab_size // pad) * pad
+        super().__init__(rows, config.hidden_size, dtype=torch.bfloat16)
+        self.org_vocab_size = config.vocab_size
+        self.weight.requires_grad_(False)
+        weight: Any = self.weight
+        weight.weight_loader = self._load
+
+    def _load(self, param: nn.Parameter, weight: Tensor) -> None:
+        param.data[: len(weight)].copy_(weight)
+        param.data[len(weight) :].zero_()
+
+
 class Backbone(nn.Module):
-    def __init__(self, model: "EngineModel") -> None:
+    def __init__(self, model: "EngineModel", pad: int) -> None:
         super().__init__()
         c = model.config
-        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
-        self.embed_tokens.to(torch.bfloat16).requires_grad_(False)
+        self.embed_tokens = Vocabulary(c, pad)
         self.layers = nn.ModuleList(
             DecoderLayer(model, f"model.layers.{i}") for i in range(c.num_hidden_layers)
         )
@@ -258,7 +273,8 @@ class Backbone(nn.Module):
 
 class LogitsProcessor(nn.Module):
     def forward(self, head: nn.Module, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, head.weight)  # type: ignore[arg-type]
+        own: Any = head
+        return nn.functional.linear(x, own.weight)[..., : own.org_vocab_size]
 
 
 class Config:
@@ -276,7 +292,13 @@ class EngineModel(nn.Module):
     """A causal model as an engine has it, with the weights of Hugging Face's."""
 
     def __init__(
-        self, trainer: nn.Module, *, fused: bool = True, rank: int = 0, ranks: int = 1
+        self,
+        trainer: nn.Module,
+        *,
+        fused: bool = True,
+        rank: int = 0,
+        ranks: int = 1,
+        pad: int = 1,
     ) -> None:
         super().__init__()
         define_operators()
@@ -287,14 +309,12 @@ class EngineModel(nn.Module):
         self.config_of_engine = Config(fused)
         base = config.rope_parameters["rope_theta"]
         self.rope = RotaryEmbedding(config.head_dim, base)
-        self.model = Backbone(self)
+        self.model = Backbone(self, pad)
         del self.rope
         if config.tie_word_embeddings:
             self.lm_head: nn.Module = self.model.embed_tokens
         else:
-            size = (config.hidden_size, config.vocab_size)
-            self.lm_head = nn.Linear(*size, bias=False, dtype=torch.bfloat16)
-            self.lm_head.requires_grad_(False)
+            self.lm_head = Vocabulary(config, pad)
         self.logits_processor = LogitsProcessor()
         self.load_weights((n, p.detach()) for n, p in trainer.named_parameters())
         for layer in storage.quantized_layers(self).values():

@@ -14,7 +14,11 @@ from jetrl_compile.integrations.vllm import refit, storage
 from jetrl_compile.integrations.vllm.live_bytes import check_live_bytes
 from jetrl_compile.integrations.vllm.live_graph import LiveGraph, compare_pieces
 from jetrl_compile.integrations.vllm.live_graph import trace_live as trace
-from jetrl_compile.integrations.vllm.live_model import attention_facts, config_of
+from jetrl_compile.integrations.vllm.live_model import (
+    attention_facts,
+    config_of,
+    head_shapes,
+)
 from jetrl_compile.integrations.vllm.refit import refit_model
 from jetrl_compile.precision_graph import PrecisionGraph
 from jetrl_compile.tracing import trace_model
@@ -49,6 +53,29 @@ def trace_live(model: Any) -> LiveGraph:
 def differences(model: Any, trainer: nn.Module) -> list[Difference]:
     live = trace_live(model).graph
     return list(check_containment(live, trace_model(trainer)).differences)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_padded_vocabulary_is_contained(tied: bool) -> None:
+    trainer = make_trainer("qwen3", vocab_size=260, tie_word_embeddings=tied)
+    model: Any = EngineModel(trainer, pad=64)
+    assert model.lm_head.weight.shape[0] == 320
+    config = config_of(model)
+    live = trace(
+        model,
+        config.settings(),
+        fused=config.fused,
+        reports=config.reports,
+        attributes=attention_facts(model),
+        whole=head_shapes(model),
+    )
+    train = trace_model(trainer)
+    assert not check_containment(live.graph, train).differences
+    assert not check_live_bytes(model, weights(trainer))[1]
+    assert refit_model(model, weights(trainer)) > 0
+    # Another vocabulary is another head.
+    other = make_trainer("qwen3", vocab_size=264, tie_word_embeddings=tied)
+    assert check_containment(live.graph, trace_model(other)).differences
 
 
 def weights(trainer: nn.Module) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from jetrl_compile.integrations.vllm.live_model import (
     attention_facts,
     config_of,
     guard_heads,
+    head_shapes,
     whole_shapes,
 )
 from jetrl_compile.integrations.vllm.ranks import check_ranks, push_to_ranks
@@ -235,7 +236,7 @@ def _live(model: nn.Module) -> Any:
             reports=config.reports,
             attributes=attention_facts(model),
             head=ranks == 1,
-            whole=whole_shapes(model) if ranks > 1 else None,
+            whole=whole_shapes(model) if ranks > 1 else head_shapes(model) or None,
             meta={
                 "engine": "vllm",
                 "tensor_parallel": str(ranks),

@@ -89,6 +89,20 @@ def whole_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
     return {name: part.shape for name, (_, part) in parts_of(model).items()}
 
 
+def head_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return N and K of output heads whose vocabulary the engine pads, by module path.
+
+    What it makes for the rows of padding is cut off behind the head.
+    """
+    found = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        rows = getattr(module, "org_vocab_size", None)
+        weight = getattr(module, "weight", None)
+        if rows is not None and isinstance(weight, Tensor) and weight.shape[0] > rows:
+            found[name] = (int(rows), int(weight.shape[1]))
+    return found
+
+
 def vocabulary_rows(module: Any) -> slice | None:
     """Return which rows of an embedding or head a rank has; None for other modules."""
     indices = getattr(module, "shard_indices", None)
