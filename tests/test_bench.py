@@ -27,7 +27,7 @@ from jetrl_compile.bench.steps import (
     stack_steps,
 )
 from jetrl_compile.bench.timing import Clock, Timing, in_turns, summarize
-from jetrl_compile.bench.ways import WaySpec, choose_ways, parse_way
+from jetrl_compile.bench.ways import Way, WaySpec, choose_ways, parse_way
 from jetrl_compile.errors import JetRLError, ModelError, RecipeError
 from jetrl_compile.layers import decoder_layers
 
@@ -246,6 +246,39 @@ def test_stack_in_every_way_on_one_model(config: str) -> None:
     for name, parameter in model.named_parameters():
         assert parameter.grad is None
         assert torch.equal(parameter, before[name])
+
+
+def test_exact_mode_is_one_more_way(config: str) -> None:
+    model: Any = models.make_model(models.find_config(config), CPU)
+    steps = stack_steps(model, Shape(2, 12), CPU)
+    wanted = steps.forward()
+    specs = choose_ways(
+        ("jetrl:lowering=aot",),
+        ("exact:exact=true,lowering=aot", "graphs:exact=true,mode=reduce-overhead"),
+        (),
+    )
+    assert [spec.is_exact for spec in specs] == [False, True, True]
+    rows = compare_ways(model, specs, stack_steps, Plan(CPU, (Shape(2, 12),), rounds=1))
+    found = cells(rows)
+    for step in ("forward", "forward+backward"):
+        plain, exact = found[f"{step} 2x12", "jetrl"], found[f"{step} 2x12", "exact"]
+        assert not exact.failed, exact.note
+        assert "attention flash" in plain.note
+        assert "attention flash" not in exact.note
+        assert "same bits again" in exact.note
+        assert exact.values["over jetrl"] > 0
+        assert "over jetrl" not in plain.values
+        assert "exact does not go with mode" in found[f"{step} 2x12", "graphs"].note
+    # Two layers share a graph; the last norm has one. Each: training, inference.
+    assert found["forward 2x12", "exact"].values["graphs"] == 4
+    assert model.config._attn_implementation == "sdpa"
+    assert all(module._compiled_call_impl is None for module in model.modules())
+    assert torch.equal(steps.forward(), wanted)
+    body, ids = model.get_decoder(), torch.arange(24).view(2, 12)
+    with Way(specs[1], model).active(), torch.no_grad():
+        both = body(input_ids=ids, use_cache=False).last_hidden_state
+        alone = body(input_ids=ids[1:, :7], use_cache=False).last_hidden_state
+    assert torch.equal(alone[0], both[1, :7]), "in any batch"
 
 
 def test_a_way_that_runs_eagerly_fails(config: str) -> None:

@@ -43,6 +43,8 @@ def test_gradients_command(config: str, tmp_path: Path) -> None:
         "--way",
         "jetrl:lowering=aot",
         "--way",
+        "exact:exact=true,lowering=aot",
+        "--way",
         "bad:lowering=aot,providers=scaled_mm",
     ]
     arguments = ["--device", "cpu", "--shape", "1x16", "--layers", 1, "--json", file]
@@ -57,7 +59,9 @@ def test_gradients_command(config: str, tmp_path: Path) -> None:
     jetrl = rows["mlp.down_proj.weight", "jetrl"]["values"]
     assert 15 < jetrl["min dB"] <= jetrl["median dB"] < 30
     assert jetrl["parameters"] == 1
-    assert ("model.norm.weight", "jetrl") in rows
+    exact = rows["mlp.down_proj.weight", "exact"]["values"]
+    assert abs(exact["median dB"] - jetrl["median dB"]) < 1
+    assert {("model.norm.weight", way) for way in ("jetrl", "exact")} < rows.keys()
 
 
 def test_exact_linear_is_a_linear_layer() -> None:
@@ -240,6 +244,23 @@ def test_verdicts_are_of_whole_models_and_default_ways() -> None:
     assert reasons(ways=other) == {"", "compile was measured with other options"}
     other = [*plain[:2], {**plain[2], "options": {"recipe": "jetrl", "fuse": True}}]
     assert reasons(ways=other) == {"jetrl was measured with other options"}
+
+
+@pytest.mark.parametrize(("ms", "reached"), [(210.0, True), (211.0, False)])
+def test_what_exact_mode_may_cost(ms: float, reached: bool) -> None:
+    case = "forward+backward 4x2048"
+    rows = [
+        Row(case, way, summarize([time]))
+        for way, time in (("jetrl", 200.0), ("exact", ms))
+    ]
+    rows = compare(rows, ("eager",), {"exact": ("jetrl",)})
+    settings: Any = {"ways": [{"name": "exact", "options": {"exact": True}}]}
+    made = stack_results(1.0, rows=tuple(rows), settings=settings)
+    (found,) = [v for v in targets.verdicts(made) if v.target.way == "exact"]
+    assert (found.target.value, found.reached) == ("over jetrl", reached)
+    settings["ways"][0]["options"] = {"exact": True, "fuse": False}
+    (found,) = [v for v in targets.verdicts(made) if v.target.way == "exact"]
+    assert found.reason == "exact was measured with other options"
 
 
 @pytest.mark.parametrize(("ms", "status"), [(130.0, 0), (150.0, 1)])

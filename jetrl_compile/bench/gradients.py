@@ -94,7 +94,7 @@ def measure_gradients(
 
     Args:
         model: With random weights; left as it was.
-        specs: The ways; "eager" is plain BF16.
+        specs: The ways; "eager" is plain BF16, and exact mode may be one.
         shape: Of the tokens.
         device: Where the model is.
         say: Called with a line before each part.

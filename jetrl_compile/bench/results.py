@@ -4,8 +4,10 @@ import datetime
 import math
 import platform
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -101,16 +103,25 @@ class Results:
         return table
 
 
-def compare(rows: list[Row], baselines: tuple[str, ...]) -> list[Row]:
+def compare(
+    rows: list[Row],
+    baselines: tuple[str, ...],
+    more: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+) -> list[Row]:
     """Add to each row what it is against each baseline of its case.
 
     "over NAME": how many times as fast; "peak over compile": the part of its memory.
+
+    Args:
+        rows: Of all cases.
+        baselines: Ways that every way is compared with.
+        more: By way: others that it alone is compared with.
     """
     by_key = {(row.case, row.way): row for row in rows}
     compared = []
     for row in rows:
         values = dict(row.values)
-        for name in baselines:
+        for name in (*baselines, *more.get(row.way, ())):
             base = by_key.get((row.case, name))
             if row.timing and base and base.timing and name != row.way:
                 values[f"over {name}"] = base.timing.median / row.timing.median

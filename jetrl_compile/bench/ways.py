@@ -1,8 +1,9 @@
 """The ways in which one model is run: eager, compiled, FP8; all on the same weights.
 
-A way keeps the compiled call of each decoder layer (`_compiled_call_impl`) and the
-linear layers that it puts in place of the model's. Switching on a way puts them in,
-switching it off takes them out, so that the GPU holds one model.
+A way keeps the compiled call of each decoder layer (`_compiled_call_impl`; in exact
+mode also of the last norm and the output head) and the linear layers that it puts in
+place of the model's. Switching on a way puts them in, switching it off takes them out,
+so that the GPU holds one model. Exact mode's attention is switched with them.
 """
 
 import difflib
@@ -16,6 +17,7 @@ from torch import nn
 
 from jetrl_compile.bench.torchao import with_fp8_linears
 from jetrl_compile.errors import JetRLError, RecipeError, one_line
+from jetrl_compile.exact_attention import NAME
 from jetrl_compile.layers import compile_layers, decoder_layers
 from jetrl_compile.recipe import recipe_names
 
@@ -40,6 +42,11 @@ class WaySpec:
     name: str
     kind: str
     options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it is exact mode."""
+        return self.kind == JETRL and bool(self.options.get("exact"))
 
 
 def parse_way(text: str) -> WaySpec:
@@ -129,8 +136,25 @@ class Way:
         self.graphs = graphs
         self._layers = list(decoder_layers(model).values())
         self._linears = with_fp8_linears(self._layers) if spec.kind == TORCHAO else {}
-        self._calls: list[Callable[..., Any] | None] = [None] * len(self._layers)
-        self._compile(model)
+        self._model: Any = model
+        self._attention = ""
+        self._calls: list[tuple[nn.Module, Callable[..., Any]]] = []
+        try:
+            self._compile(model)
+        finally:
+            self._take_out()
+
+    def _take_out(self) -> None:
+        """Keep what was compiled, and leave the model as it was."""
+        for module in self._model.modules():
+            call = vars(module).pop(_CALL, None)
+            if call is not None:
+                self._calls.append((module, call))
+        self._restore_attention()
+
+    def _restore_attention(self) -> None:
+        if self.spec.is_exact and self._attention:
+            self._model.set_attn_implementation(self._attention)
 
     def _compile(self, model: nn.Module) -> None:
         more: dict[str, Any] = {"mode": "reduce-overhead"} if self.graphs else {}
@@ -139,8 +163,9 @@ class Way:
             for layer in self._layers:
                 layer.compile(**more)
         elif self.spec.kind == JETRL:
+            if self.spec.is_exact:
+                self._attention = self._model.config._attn_implementation
             compile_layers(model, **more, **self.spec.options)
-        self._calls = [vars(layer).pop(_CALL, None) for layer in self._layers]
 
     def relax(self, reason: str) -> bool:
         """Run torchao's layers eagerly after a failure to compile.
@@ -154,13 +179,13 @@ class Way:
         if self.spec.kind != TORCHAO or self.note:
             return False
         self.note = f"eager, not compiled: {reason}"
-        self._calls = [None] * len(self._layers)
+        self._calls = []
         return True
 
     @property
     def is_compiled(self) -> bool:
         """Whether its layers run compiled."""
-        return any(call is not None for call in self._calls)
+        return bool(self._calls)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -175,14 +200,16 @@ class Way:
         """Run the model this way from now on; no other way may be on."""
         for (parent, name), (_, own) in self._linears.items():
             setattr(parent, name, own)
-        for layer, call in zip(self._layers, self._calls, strict=True):
-            if call is not None:
-                setattr(layer, _CALL, call)
+        for module, call in self._calls:
+            setattr(module, _CALL, call)
+        if self.spec.is_exact:
+            self._model.set_attn_implementation(NAME)
 
     def switch_off(self) -> None:
         """Run the model as it was."""
-        for layer in self._layers:
-            vars(layer).pop(_CALL, None)
+        for module, _ in self._calls:
+            vars(module).pop(_CALL, None)
+        self._restore_attention()
         for (parent, name), (original, _) in self._linears.items():
             setattr(parent, name, original)
 
