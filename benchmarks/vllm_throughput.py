@@ -31,6 +31,11 @@ ENGINES: dict[str, dict[str, Any]] = {
     "fp8_per_block": {"quantization": "fp8_per_block"},
     "jetrl": {"quantization": "jetrl"},
     "jetrl_whole_graph": {"quantization": "jetrl", "compilation_config": WHOLE_GRAPH},
+    "jetrl_exact": {
+        "quantization": "jetrl",
+        "logprobs_mode": "processed_logprobs",
+        "additional_config": {"jetrl": {"exact": True}},
+    },
 }
 PROMPT = 128
 BATCHED = 8192  # tokens of a step: prompts are read in pieces of this size
@@ -83,13 +88,17 @@ def start(
     return rate
 
 
-def batches(sequences: list[int]) -> list[int]:
+def batches(sequences: list[int], tokens: int = 0) -> list[int]:
     """Return how many tokens steps may have; one number for all that share kernels.
 
     Requests reach an engine in a process of its own one after the other, so it may read
     any number of prompts in a step.
+
+    Args:
+        sequences: Numbers of sequences.
+        tokens: To generate, the most: an engine runs a step of its longest sequence.
     """
-    return token_steps(1, max(BATCHED, *sequences))
+    return token_steps(1, max(BATCHED, PROMPT + tokens, *sequences))
 
 
 def main(
@@ -111,7 +120,8 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         config = write(model, Path(folder), layers)
         cache = cache_bytes(config, max(sequences), PROMPT + tokens)
-        warm_up(Wanted(folder, batches(sequences)), say=typer.echo)
+        exact = any("exact" in name for name in names)
+        warm_up(Wanted(folder, batches(sequences, tokens), exact=exact), say=typer.echo)
         workers = []
         for name in names:
             # As vLLM comes: an engine in the process that asks waits for that one.

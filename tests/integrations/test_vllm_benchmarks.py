@@ -1,6 +1,7 @@
 """The benchmarks of vLLM as far as they run without it: faults, processes, tables."""
 
 import importlib
+import json
 import time
 from functools import partial
 from operator import floordiv
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 from vllm_engine_model import EngineModel, make_trainer
 
 from jetrl_compile.bench.models import find_config
@@ -132,6 +135,61 @@ def test_batches_of_throughput(module: Any) -> None:
     batches = module("vllm_throughput").batches
     assert batches([8])[:4] == [16, 32, 64, 128]
     assert batches([8])[-1] == batches([64, 256])[-1] == 8192
+    assert batches([8], 8192)[-1] == 128 + 8192
+
+
+class Rates:
+    """Stands for an engine's process: exact mode is 9% slower, of 64 sequences 11%."""
+
+    def __init__(self, name: str, _: Any, mode: str, *args: Any, **__: Any) -> None:
+        self.name, self.mode, self.seconds, self.given = name, mode, 1.0, args
+
+    def wait(self) -> None:
+        pass
+
+    def ask(self, count: int, tokens: int) -> dict[str, float]:
+        folder, sequences, most, cache = self.given
+        assert (sequences, Path(folder).is_dir()) == ([count], True)
+        assert tokens in (8, most)
+        assert cache > count * most
+        slower = 0.89 if count == 64 else 0.91
+        return {"rate": 1000 * (slower if self.mode == "jetrl_exact" else 1.0)}
+
+    def stop(self) -> None:
+        pass
+
+
+def test_what_exact_mode_costs(
+    module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    costs = module("exact_costs")
+    assert set(costs.MODES) < module("vllm_throughput").ENGINES.keys()
+    asked: list[Any] = []
+    monkeypatch.setattr(costs, "Worker", Rates)
+    monkeypatch.setattr(costs, "warm_up", lambda *wanted, say: asked.extend(wanted))
+    app = typer.Typer()
+    app.command()(costs.main)
+    file = str(tmp_path / "out.json")
+    given = ["qwen3-8b", "--check", "--output", file, "--rounds", "2"]
+    result = CliRunner().invoke(app, given)
+    short, long = result.stdout.splitlines()[-2:]
+    assert short.startswith("64x512"), result.output
+    assert short.endswith("11.0% slower, at most 10%: MISSED")
+    assert long.endswith("9.0% slower, at most 15%: reached")
+    assert result.exit_code == 1
+    assert (asked[0].exact, asked[0].tokens[-1]) == (True, 8320)
+    found = json.loads(Path(file).read_text())["samples"]
+    assert found["8x8192"]["jetrl"] == [1000.0, 1000.0]
+    assert CliRunner().invoke(app, [*given, "--case", "8x8192"]).exit_code == 0
+
+    def fails(*_: Any) -> None:
+        raise costs.Failed("out of memory")
+
+    monkeypatch.setattr(Rates, "ask", fails)
+    result = CliRunner().invoke(app, [*given, "--case", "8x8192"])
+    assert "out of memory" in result.stdout
+    assert "MISSED: jetrl and jetrl_exact not measured" in result.stdout
+    assert result.exit_code == 1
 
 
 def test_seeded_trainers_are_equal(module: Any) -> None:
