@@ -8,6 +8,8 @@ MODE is "default" (vLLM's own compilation), "whole" (mode 2) or "eager".
 import json
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +50,21 @@ def make(folder: Path) -> Any:
     return model.to("cuda")
 
 
+def refusal(act: Callable[[], Any]) -> str:
+    """Return what a RefitError says, or "" where none is raised."""
+    from jetrl_compile.errors import RefitError
+
+    try:
+        act()
+    except RefitError as error:
+        return str(error)
+    return ""
+
+
 def main(folder: Path, mode: str) -> dict[str, Any]:
     """Load, check, push, check; return what was found."""
     from vllm import LLM
 
-    from jetrl_compile.errors import RefitError
     from jetrl_compile.integrations.vllm.engine import check_engine, refit
     from jetrl_compile.integrations.vllm.log_probs import (
         gap_metrics,
@@ -85,19 +97,17 @@ def main(folder: Path, mode: str) -> dict[str, Any]:
     found["pushed"] = refit(llm, weights)
     found["after push"] = check_engine(llm, trainer).verdict()
     before = sample(llm, PROMPTS, 16, temperature=0.0).tokens
-    bad = dict(weights)
-    name = "model.layers.1.mlp.up_proj.weight"
-    bad[name] = torch.full_like(bad[name], float("nan"))
-    for key, act in (
-        ("nan", lambda: refit(llm, bad)),
-        ("refused", lambda: sample(llm, PROMPTS, 2)),
+    for key, name in (
+        ("nan", "model.layers.1.mlp.up_proj.weight"),
+        ("nan in a norm", "model.norm.weight"),
+        ("nan in the embedding", "model.embed_tokens.weight"),
     ):
-        try:
-            act()
-            found[key] = ""
-        except RefitError as error:
-            found[key] = str(error)
-    refit(llm, weights)
+        bad = dict(weights)
+        bad[name] = bad[name].clone()
+        bad[name].view(-1)[-1] = float("nan")
+        found[key] = refusal(partial(refit, llm, bad))
+        found[f"refused, {key}"] = refusal(partial(sample, llm, PROMPTS, 2))
+        refit(llm, weights)
     llm.sleep(1)
     llm.wake_up()
     llm.sleep(2)
