@@ -92,7 +92,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Run `reference_exact.rope`; each element on its own.
 
     Args:
-        x: (..., D) in BF16, up to 4 dimensions.
+        x: (..., D) in BF16. More than 4 dimensions, or columns that are not adjacent,
+            may cost a copy.
         cos: (..., D) in BF16, broadcast over the leading dimensions of x.
         sin: Like `cos`.
     """
@@ -102,7 +103,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     size = x.shape[-1]
     cos, sin = cos.expand(x.shape), sin.expand(x.shape)
     x, sizes, strides = _three_strides(x)
-    _, _, to = _three_strides(out)
+    written, _, to = _three_strides(out)  # a copy where `out` has no such strides
     cos, _, of_cos = _three_strides(cos)
     sin, _, of_sin = _three_strides(sin)
     rows = x.numel() // size
@@ -111,7 +112,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             x,
             cos,
             sin,
-            out,
+            written,
             rows,
             size // 2,
             *sizes,
@@ -126,7 +127,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             # it, one multiply-add in BF16, which rounds once.
             enable_fp_fusion=False,
         )
-    return out
+    if written.data_ptr() == out.data_ptr():
+        return out
+    return out.copy_(written.view(out.shape))
 
 
 def log_probs(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:

@@ -12,7 +12,7 @@ tuple of four tensors (QUARTER, 64) of int32, where the i-th row of tensor k is 
   region of it lies inside. In words it takes 32 registers a thread of 8 warps.
 """
 
-from jetrl_compile.kernels.triton_common import jit, tl
+from jetrl_compile.kernels.triton_common import decode, jit, tl
 from jetrl_compile.kernels.triton_launch import TILE
 from jetrl_compile.kernels.triton_words import pack
 
@@ -168,7 +168,7 @@ def _decoded(
         WIDTH,
         FULL,
     ).to(tl.float8e4nv, bitcast=True)
-    value = (code.to(tl.float32) * scale).reshape(QUARTER, HALF, 2)
+    value = (decode(code) * scale).reshape(QUARTER, HALF, 2)
     first, second = tl.split(value)
     return pack(first, second)
 

@@ -142,6 +142,26 @@ def test_rope_kernel_is_the_reference(size: int) -> None:
 
 @NEEDS_TRITON
 @QUIET
+@pytest.mark.parametrize(
+    "x",
+    [
+        normal(3, 8, 5).transpose(1, 2),
+        normal(8, 5).t(),
+        normal(2, 3, 4, 5, 2, 8).permute(3, 1, 0, 2, 4, 5),
+        normal(2, 16)[:, ::2],
+        normal(1, 1, 8).expand(3, 5, 8),
+    ],
+    ids=lambda x: str(x.stride()),
+)
+def test_rope_kernel_with_any_strides(x: Tensor) -> None:
+    cos, sin = normal(8, seed=1), normal(8, seed=2)
+    got = kernels().rope(x, cos, sin)
+    assert torch.equal(got, reference_exact.rope(x, cos, sin))
+    assert got.stride() == torch.empty_like(x).stride()
+
+
+@NEEDS_TRITON
+@QUIET
 def test_silu_kernel_computes_the_reference() -> None:
     gate, up = normal(6, 2 * 320, std=4.0).chunk(2, -1)
     y, wanted = kernels().silu_mul(gate, up), reference_exact.silu_mul(gate, up)

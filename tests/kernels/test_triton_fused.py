@@ -219,6 +219,16 @@ def test_backward_from_kept_codes() -> None:
     check_backward(dy, gate, up, row_major)
 
 
+def test_backward_from_kept_codes_that_are_nan() -> None:
+    both = normal(130, 256, seed=1, std=3.0)
+    both[1, 5], both[2, 200], both[129, 0] = float("nan"), float("inf"), float("-inf")
+    codes, scales = reference.quantize(both, *GROUP, False, "fp32", FLOOR)
+    assert codes.float().isnan().any()
+    halves_of = (codes[:, :128], codes[:, 128:])
+    dy = normal(130, 128, seed=2)
+    check_backward(dy, *halves_of, (scales[:, :1], scales[:, 1:]))
+
+
 def test_three_dimensions() -> None:
     x, residual = normal(2, 3, 256), normal(2, 3, 256, seed=2)
     check_norm(x, residual)
