@@ -8,12 +8,12 @@ they are listed in this folder.
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from jetrl_compile.errors import ProviderError
 from jetrl_compile.kernels.launch_plans import forget_plans
@@ -43,16 +43,24 @@ def token_counts() -> frozenset[int]:
         ) from error
 
 
-def add_token_counts(counts: Iterable[int]) -> None:
+def add_token_counts(
+    counts: Iterable[int], waits: Callable[[], object] = lambda: None
+) -> None:
     """Note that kernels of wgrad are compiled for these numbers of tokens.
+
+    Args:
+        counts: Numbers of tokens; those that other processes noted stay.
+        waits: As in `locked`.
 
     Raises:
         ProviderError: The folder cannot be written.
     """
-    wanted = token_counts() | frozenset(counts)
-    if wanted == token_counts():
+    wanted = frozenset(counts)
+    if wanted <= token_counts():
         return
-    _write(cache_dir() / LIST, sorted(wanted))
+    with locked(waits):
+        token_counts.cache_clear()  # another process may have added some
+        _write(cache_dir() / LIST, sorted(token_counts() | wanted))
     token_counts.cache_clear()
     forget_plans()  # which say what is compiled in
 
@@ -109,8 +117,11 @@ def add_warmed_up(identity: Sequence[object], calls: Iterable[str]) -> None:
 
 
 @contextmanager
-def locked() -> Iterator[None]:
+def locked(waits: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Let one process at a time warm up the folder; the others wait.
+
+    Args:
+        waits: Called once if another process has the folder.
 
     Raises:
         ProviderError: The folder cannot be written.
@@ -119,7 +130,11 @@ def locked() -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(path)
-        lock.acquire()
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            waits()
+            lock.acquire()
     except (OSError, NotImplementedError) as error:
         raise ProviderError(
             f"{path} cannot be locked: {error}; name another folder with --cache-dir "
@@ -132,10 +147,16 @@ def locked() -> Iterator[None]:
 
 
 def _write(path: Path, content: object) -> None:
+    part = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(content))
-        part.replace(path)
+        try:
+            part.write_text(json.dumps(content))
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
     except OSError as error:
-        raise ProviderError(f"{path} cannot be written: {error}") from error
+        raise ProviderError(
+            f"{path} cannot be written: {error.strerror}; name another folder with "
+            f"--cache-dir or {CACHE_VARIABLE}"
+        ) from error

@@ -192,7 +192,8 @@ def warm_up(
             most 16. 0: none, the calls are made one after the other in this process.
         into: The cache folder; default: `cache_dir()`. The variable is set for this
             process too.
-        progress: Called with the calls done, all calls, and the last one.
+        progress: Called with the calls done, all calls, and the last one, or what it
+            waits for.
         exact_tokens: Numbers of tokens for which wgrad has kernels of its own, which
             are a few percent faster; for other numbers one kernel serves all.
         heads: M, N and K of the BF16 GEMMs of exact mode.
@@ -208,15 +209,17 @@ def warm_up(
         raise ProviderError(f"deep_gemm cannot be warmed up: {why}")
     if into is not None:
         _use_folder(into.expanduser().absolute())
-    add_token_counts(exact_tokens)
+    show = progress or (lambda *_: None)
+    told = f"waiting for another process that warms up {cache_dir()}"
+    add_token_counts(exact_tokens, lambda: show(0, 0, told))
     calls, rejected = calls_of(shapes)
     calls += [Call(*sizes, quantized=False) for sizes in sorted(set(heads))]
     before, identity = kernels(), _identity()
     failed: list[tuple[str, str]] = []
     if _missing(calls, identity):
-        with locked():
+        with locked(lambda: show(0, len(calls), told)):
             missing = _missing(calls, identity)  # less, where another compiled some
-            failed = _run(missing, jobs, progress or (lambda *_: None))
+            failed = _run(missing, jobs, show)
             names = {name for name, _ in failed}
             ran = [call.key() for call in missing if str(call) not in names]
             if ran:

@@ -183,20 +183,47 @@ def test_a_second_warm_up_runs_only_what_is_new(ran: list[Call]) -> None:
 
 
 def test_one_of_several_processes_compiles(ran: list[Call]) -> None:
-    fprop, done = [FPROP], []
+    fprop, done, told = [FPROP], [], []
+
+    def run() -> None:
+        done.append(warm_up(fprop, jobs=0, progress=lambda *step: told.append(step)))
+
     with deep_gemm_cache.locked():
-        threads = [
-            threading.Thread(target=lambda: done.append(warm_up(fprop, jobs=0)))
-            for _ in range(2)
-        ]
+        threads = [threading.Thread(target=run) for _ in range(2)]
         for thread in threads:
             thread.start()
         threads[0].join(0.3)
         assert not done
+        wait = (
+            f"waiting for another process that warms up {deep_gemm_cache.cache_dir()}"
+        )
+        assert told == [(0, 1, wait)] * 2
     for thread in threads:
         thread.join()
     assert len(done) == 2
     assert len(ran) == 1
+
+
+@pytest.mark.usefixtures("ran")
+def test_numbers_of_tokens_that_another_process_adds_stay() -> None:
+    deep_gemm_cache.token_counts.cache_clear()
+    assert deep_gemm_cache.token_counts() == set()
+    listed = deep_gemm_cache.cache_dir() / deep_gemm_cache.LIST
+    listed.parent.mkdir(parents=True)
+    listed.write_text("[64]")
+    deep_gemm_cache.add_token_counts([128])
+    assert deep_gemm_cache.token_counts() == {64, 128}
+    deep_gemm_cache.token_counts.cache_clear()
+
+
+@pytest.mark.usefixtures("ran")
+def test_a_list_that_cannot_be_written_leaves_nothing() -> None:
+    folder = deep_gemm_cache.cache_dir()
+    (folder / deep_gemm_cache.WARMED).mkdir(parents=True)
+    with pytest.raises(ProviderError, match=r"cannot be written: .*; name another fol"):
+        warm_up([FPROP], jobs=0)
+    ours = {deep_gemm_cache.WARMED, deep_gemm_cache.LOCK, "cache"}
+    assert {path.name for path in folder.iterdir()} <= ours
 
 
 def test_what_is_all_there_needs_no_lock(

@@ -45,7 +45,11 @@ def command(
     ] = False,
     jobs: Annotated[
         int | None,
-        typer.Option(min=0, help="Processes that compile; default one a core."),
+        typer.Option(
+            min=0,
+            help="Processes that compile; default one a core and GiB of free GPU "
+            "memory.",
+        ),
     ] = None,
     cache_dir: Annotated[
         Path | None,
