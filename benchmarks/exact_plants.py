@@ -70,7 +70,9 @@ class WideLayer(nn.Module):
 
 
 class MatmulHead:
-    """An output head's method in vLLM: PyTorch's product, in FP32.
+    """An output head's method in vLLM: `torch.mm`, in FP32 on a CPU.
+
+    There the product in BF16 is rounded once, as exact mode's, and has its bits.
 
     Attributes:
         state: Read by the integration, which puts its own method where there is none.
@@ -83,8 +85,12 @@ class MatmulHead:
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the logits of x, (T, K), in BF16."""
-        wide = torch.mm(x.float(), layer.weight.float().t())
-        return wide.to(x.dtype) if bias is None else (wide + bias).to(x.dtype)
+        weight = layer.weight
+        if not x.is_cuda:
+            x, weight = x.float(), weight.float()
+        wide = torch.mm(x, weight.t())
+        result = wide if bias is None else wide + bias
+        return result.to(torch.bfloat16)
 
 
 @contextmanager

@@ -163,14 +163,15 @@ def replay(model: nn.Module, ids: Tensor, attend: Attend) -> Run:
 
     def compile_graph(gm: GraphModule, inputs: Any) -> Any:
         functionalize_norms(gm)
-        live_graph._name_head(gm)
+        outside = live_graph._name_head(gm)
         infos = placeholder_infos(gm, inputs, "")
         shapes = [getattr(value, "shape", None) for value in inputs]
 
         def inference(lowered: GraphModule, _: Any) -> Any:
             graph = lowered.graph
             known = match_placeholders(graph, infos, shapes)
-            run_passes(graph, settings, known, facts, strict=False, whole=whole)
+            more: dict[str, Any] = {"strict": False, "whole": whole, "outside": outside}
+            run_passes(graph, settings, known, facts, **more)
             lowered.recompile()
             context = EngineContext(
                 graph, known, settings.recipe, "rollout", settings.providers

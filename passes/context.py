@@ -74,6 +74,7 @@ class Context:
         saved_gate_up: "bf16", or "e4m3": gate and up are kept for backward in FP8.
         cache_weights: Whether codes of weights are kept from call to call.
         cuda_graphs: Whether the graph will run as a CUDA graph.
+        outside: Modules of the graph whose operators something else runs, as they are.
         exact: Whether forward is to give a row the same bits in every batch: True,
             False, or "report": what does not is noted, and no error.
         lowered: What is known of each `jetrl.gemm` node.
@@ -99,6 +100,7 @@ class Context:
     cache_weights: bool = False
     cuda_graphs: bool = False
     exact: bool | str = False
+    outside: frozenset[str] = frozenset()
     lowered: dict[Node, LoweredGemm] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     final: PrecisionGraph | None = None

@@ -133,7 +133,8 @@ def use_exact_gemms(context: Context) -> int:
         return 0
     count = 0
     sites = context.built.gemms.values()
-    for node in {context.nodes[s.node]: None for s in sites if s.role == "fprop"}:
+    own = [s for s in sites if s.role == "fprop" and s.module not in context.outside]
+    for node in {context.nodes[s.node]: None for s in own}:
         if node.target is aten.mm.default and _is_plain(node):
             _gemm(context, node)
             count += 1

@@ -85,6 +85,7 @@ def run_passes(
     spell: bool = True,
     strict: bool = True,
     whole: WholeShapes | None = None,
+    outside: frozenset[str] = frozenset(),
 ) -> CompileReport:
     """Rewrite a functional graph of vLLM's in place.
 
@@ -98,6 +99,7 @@ def run_passes(
         strict: Whether another precision than the recipe's is an error; else it stays
             in the graph, for the containment check to name.
         whole: N and K of whole layers by module, for one rank of several.
+        outside: Modules that vLLM runs without the passes: the output head.
 
     Raises:
         LoweringError: A pass changed the precision flow, or an exact engine has an
@@ -120,6 +122,7 @@ def run_passes(
     context.attributes = attributes
     context.strict = strict
     context.whole = whole
+    context.outside = outside
     for name, run in _PASSES:
         changes[name] = run(context)
     assert context.final is not None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from jetrl_compile.capture import PlaceholderInfo
+from jetrl_compile.capture import PlaceholderInfo, canonical_path
 from jetrl_compile.captured_graph import CapturedGraph
 from jetrl_compile.errors import LoweringError, ModelError, one_line
 from jetrl_compile.graph_inputs import match_placeholders, placeholder_infos
@@ -83,14 +83,23 @@ def trace_live(
     def compile_graph(gm: GraphModule, inputs: Sequence[Any]) -> Any:
         if fused:
             functionalize_norms(gm)
-        _name_head(gm)
+        outside = _name_head(gm)
         infos = placeholder_infos(gm, inputs, "")
         shapes = [getattr(value, "shape", None) for value in inputs]
 
         def inference(lowered: GraphModule, _: Sequence[Any]) -> Any:
             known = match_placeholders(lowered.graph, infos, shapes)
             found.append(
-                _read(lowered, known, settings, fused, attributes, meta or {}, whole)
+                _read(
+                    lowered,
+                    known,
+                    settings,
+                    fused,
+                    attributes,
+                    meta or {},
+                    whole,
+                    outside,
+                )
             )
             raise _StopError
 
@@ -116,6 +125,7 @@ def _read(
     attributes: Mapping[str, Mapping[str, Any]] | None,
     meta: Mapping[str, str],
     whole: WholeShapes | None,
+    outside: frozenset[str],
 ) -> LiveGraph:
     captured = capture_graph(lowered.graph, known, attributes)
     own = settings if fused else replace(settings, fuse=False)
@@ -128,12 +138,19 @@ def _read(
         spell=fused,
         strict=False,
         whole=whole,
+        outside=outside,
     )
     return LiveGraph(report.graph, captured, 0, report.changes)
 
 
-def _name_head(gm: GraphModule) -> None:
-    """Say that the logits are made by the output head, which may share its weight."""
+def _name_head(gm: GraphModule) -> frozenset[str]:
+    """Say that the logits are made by the output head, which may share its weight.
+
+    Returns:
+        The head's path: vLLM computes logits outside of what it compiles, so that no
+        pass changes how.
+    """
+    found = set()
     for node in gm.graph.nodes:
         stack = node.meta.get("nn_module_stack")
         if not stack:
@@ -144,6 +161,8 @@ def _name_head(gm: GraphModule) -> None:
         if name.rpartition(".")[2] == "LogitsProcessor":
             base = path.replace("logits_processor", "lm_head")
             node.meta["nn_module_stack"] = {**stack, key: (base, kind)}
+            found.add(canonical_path(base))
+    return frozenset(found)
 
 
 def _to_aten(
