@@ -206,7 +206,10 @@ def warm_up(
     why = DEEP_GEMM.usable()
     if why is not None:
         calls_of(shapes)  # what is wrong with them comes first
-        raise ProviderError(f"deep_gemm cannot be warmed up: {why}")
+        raise ProviderError(
+            f"deep_gemm cannot be warmed up: {why}; it needs a Hopper GPU, nvcc and "
+            "pip install 'jetrl-compile[hopper]'"
+        )
     if into is not None:
         _use_folder(into.expanduser().absolute())
     show = progress or (lambda *_: None)

@@ -294,13 +294,30 @@ def test_a_way_that_runs_eagerly_fails(config: str) -> None:
 
 def test_two_shapes_forward_only(config: str) -> None:
     shapes = [word for shape in ("2x4", "1x8", "2x4") for word in ("--shape", shape)]
-    arguments = [*shapes, "--forward-only", "--check"]
-    status, out, err = run(
+    arguments = [*shapes, "--forward-only"]
+    status, out, _ = run(
         "stack", config, *ON_CPU, *arguments, *QUICK, "--skip", "jetrl"
     )
     assert out.count("forward 2x4") == out.count("forward 1x8") == 1
     assert "backward" not in out
+    assert status == 0
+
+
+def test_a_case_without_targets(config: str) -> None:
+    arguments = ["--m", 8, "--rounds", 1, "--only", "gemm", "--check"]
+    status, out, err = run("kernels", config, *ON_CPU, *arguments)
+    assert "M=8" in out
     assert (status, "no target is set" in err) == (2, True)
+
+
+@pytest.mark.parametrize("kind", ["layer", "stack"])
+def test_a_model_without_targets_is_told_before_it_is_measured(
+    kind: str, config: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "out.json"
+    status, out, err = run(kind, config, *ON_CPU, "--check", "--json", file)
+    assert (status, out, file.exists()) == (2, "", False)
+    assert f"no target of jetrl bench {kind} is set for {config}; leave --check" in err
 
 
 def test_stack_command(config: str, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def _read_config(folder: str) -> Any:
     except Exception as error:  # transformers raises many types here
         raise ModelError(
             f"{folder} holds no config that this transformers can read: "
-            f"{one_line(error)}"
+            f"{one_line(error)}; mend the config, or upgrade transformers"
         ) from None
 
 

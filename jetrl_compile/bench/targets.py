@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from jetrl_compile.bench.models import BUILT_IN
 from jetrl_compile.bench.results import PEAK_OVER, Results
 from jetrl_compile.bench.steps import FORWARD, TRAIN
+from jetrl_compile.errors import ProviderError
 
 AT_LEAST, AT_MOST = "at least", "at most"
 
@@ -106,6 +107,24 @@ TARGETS: tuple[Target, ...] = (
 OF_COPY, OF_COPY_AT_LEAST, OF_COPY_TOKENS = "of copy", 0.80, "8192x"
 # Of these as many layers are measured as fit; of all others every layer.
 CUT = ("qwen3-32b",)
+
+
+def check_model(kind: str, model: str) -> None:
+    """Check that a model has targets, before minutes are spent on measuring it.
+
+    Args:
+        kind: Of `Results`.
+        model: A built-in shape's name, or a config folder.
+
+    Raises:
+        ProviderError: It has none.
+    """
+    models = dict.fromkeys(target.model for target in TARGETS if target.kind == kind)
+    if model not in models:
+        raise ProviderError(
+            f"no target of jetrl bench {kind} is set for {model}; leave --check out, "
+            f"or measure one of {', '.join(models)}"
+        )
 
 
 def verdicts(results: Results) -> list[Verdict]:

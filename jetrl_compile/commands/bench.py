@@ -136,8 +136,10 @@ def layer(
 ) -> None:
     """Time one decoder layer: BF16 eager and compiled, torchao's FP8, jetrl."""
     with _measuring(model, output, profile) as say:
-        from jetrl_compile.bench import runs
+        from jetrl_compile.bench import runs, targets
 
+        if check:
+            targets.check_model("layer", model)
         options = runs.RunOptions(
             model,
             device.value,
@@ -172,8 +174,10 @@ def stack(
 ) -> None:
     """Time a decoder stack and tell its memory: BF16 eager and compiled, jetrl."""
     with _measuring(model, output, profile) as say:
-        from jetrl_compile.bench import runs
+        from jetrl_compile.bench import runs, targets
 
+        if check:
+            targets.check_model("stack", model)
         options = runs.RunOptions(
             model,
             device.value,
