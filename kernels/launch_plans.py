@@ -1,7 +1,7 @@
 """What an operator does on a GPU, remembered, so that Python does it only once.
 
 A decoder layer runs a dozen of the project's operators, and Python needs longer to
-check arguments, choose kernels and lay out results (50 to 100 us an operator) than the
+check arguments, choose kernels and lay out results (50 to 130 us a launch) than the
 GPU needs for the work of a small batch. What it decides depends only on the arguments'
 sizes, strides, dtypes, alignment and device. So the first call of a kind is recorded:
 the tensors that it allocates, and what it launches on which of them. Later calls

@@ -85,6 +85,12 @@ class Call:
         free = self.over_tokens and self.k not in token_counts()
         return found, 0 if free else k
 
+    def operand_bytes(self) -> int:
+        """Return the memory of its operands and its result, scales aside."""
+        wide = 4 if self.out_dtype == "fp32" else 2
+        read = self.k * (self.m + self.n) * (1 if self.quantized else 2)
+        return read + self.m * self.n * wide
+
     def key(self) -> str:
         """Return what tells its kernel from others, in the list of those compiled."""
         return f"{self}, over {'tokens' if self.over_tokens else 'features'}, " + str(
@@ -188,8 +194,9 @@ def warm_up(
 
     Args:
         shapes: The GEMMs, with their number of tokens and device type "cuda".
-        jobs: Worker processes; default: one a CPU core and GiB of free GPU memory, at
-            most 16. 0: none, the calls are made one after the other in this process.
+        jobs: Worker processes; default: one a CPU core, at most 16, and no more than
+            free GPU memory holds: a GiB each, and the operands of the largest call.
+            0: none, the calls are made one after the other in this process.
         into: The cache folder; default: `cache_dir()`. The variable is set for this
             process too.
         progress: Called with the calls done, all calls, and the last one, or what it
@@ -263,19 +270,23 @@ def _missing(calls: Sequence[Call], identity: tuple[object, ...]) -> list[Call]:
     return [call for call in calls if call.key() not in known]
 
 
-def _workers() -> int:
-    """Return how many processes the cores and the GPU's free memory allow for."""
+def _workers(calls: Sequence[Call]) -> int:
+    """Return how many processes the cores and the GPU's free memory allow for.
+
+    Each may run the largest call while the others do.
+    """
     cores = min(MAX_WORKERS, os.cpu_count() or 1)
     if not torch.cuda.is_available():
         return cores
     free, _ = torch.cuda.mem_get_info()
-    return max(min(cores, free // WORKER_BYTES), 1)
+    largest = max((call.operand_bytes() for call in calls), default=0)
+    return max(min(cores, free // (WORKER_BYTES + largest)), 1)
 
 
 def _run(
     calls: Sequence[Call], jobs: int | None, progress: Progress
 ) -> list[tuple[str, str]]:
-    workers = _workers() if jobs is None else jobs
+    workers = _workers(calls) if jobs is None else jobs
     failed: list[tuple[str, str]] = []
     if workers < 1 or not calls:
         for done, call in enumerate(calls, 1):

@@ -259,7 +259,12 @@ def test_workers_fit_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for free, workers in ((5 << 30, 5), (100 << 30, 16), (1 << 20, 1)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda f=free: (f, f))
-        assert module._workers() == workers
+        assert module._workers([]) == workers
+    # The output head of 16384 tokens: 1.3 GB of weights, 5 GB of logits.
+    head = Call(16384, 151936, 4096, quantized=False)
+    assert head.operand_bytes() == 2 * (16384 + 151936) * 4096 + 2 * 16384 * 151936
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (40 << 30, 80 << 30))
+    assert module._workers([Call(8192, 4096, 4096), head]) == 5
 
 
 def test_what_failed_is_tried_again(

@@ -47,8 +47,8 @@ def command(
         int | None,
         typer.Option(
             min=0,
-            help="Processes that compile; default one a core and GiB of free GPU "
-            "memory.",
+            help="Processes that compile; default one a core, as free GPU memory "
+            "allows.",
         ),
     ] = None,
     cache_dir: Annotated[
