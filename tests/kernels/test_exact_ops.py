@@ -11,7 +11,13 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from jetrl_compile.errors import PrecisionFlowError, ProviderError
-from jetrl_compile.kernels import exact_ops, reference_exact, triton_common
+from jetrl_compile.kernels import (
+    exact_kernels,
+    exact_ops,
+    launch_plans,
+    reference_exact,
+    triton_common,
+)
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -87,6 +93,42 @@ def test_bf16_gemm_of_any_vocabulary(vocabulary: int) -> None:
     y = exact_ops.bf16_gemm(x, w[:vocabulary], GEMM)
     assert y.is_contiguous()
     assert torch.equal(y, exact_ops.bf16_gemm(x, w, GEMM)[:, :vocabulary])
+
+
+class FakeDeepGemm:
+    """Checks what DeepGEMM would be given, and multiplies with the reference."""
+
+    @staticmethod
+    def bf16_gemm_nt(x: Tensor, w: Tensor, out: Tensor) -> None:
+        assert x.is_contiguous()
+        assert w.is_contiguous()
+        assert out.stride(1) == 1
+        assert out.stride(0) % 8 == 0
+        out[:] = reference_exact.bf16_gemm(x, w)
+
+
+@pytest.mark.skipif(ON_GPU, reason="DeepGEMM itself runs")
+@pytest.mark.parametrize("k", [0, 8, 64])
+@pytest.mark.parametrize("n", [0, 1, 8, 13])
+@pytest.mark.parametrize("m", [0, 1, 7])
+def test_bf16_gemm_gives_deep_gemm_what_it_reads(
+    m: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exact_kernels, "library", lambda: FakeDeepGemm)
+    monkeypatch.setattr(launch_plans, "_device", lambda tensors: 0)
+    launch_plans.forget_plans()
+    for seed in range(3):  # recorded where nothing is copied, then repeated
+        x, w = normal(m, 2 * k, seed=seed)[:, :k], normal(k, n, seed=seed).t()
+        y = exact_ops.bf16_gemm(x.contiguous(), w.contiguous(), "deep_gemm")
+        assert y.is_contiguous()
+        assert torch.equal(y, reference_exact.bf16_gemm(x, w))
+        assert torch.equal(y, exact_ops.bf16_gemm(x, w, "deep_gemm"))
+    launch_plans.forget_plans()
+
+
+def test_bf16_gemm_of_a_hidden_size_that_deep_gemm_does_not_read() -> None:
+    with pytest.raises(ProviderError, match="4x4x12; it reads rows of multiples of 8"):
+        exact_ops.bf16_gemm(normal(4, 12), normal(4, 12), "deep_gemm")
 
 
 @pytest.mark.parametrize("vocabulary", [1000, 49152])
