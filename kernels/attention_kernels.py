@@ -71,16 +71,19 @@ def attention(
     scale: float,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
-    """Run `reference_exact.attention` by a kernel."""
+    """Run `reference_exact.attention` by a kernel; without a query, none."""
+    rows, heads, queries, size = q.shape
+    if not q.numel():
+        out = torch.empty((rows, queries, heads, size), dtype=q.dtype, device=q.device)
+        return out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if kernel == "reference":
         return reference_exact.attention(q, k, v, mask, positions, scale)
     check_kernel(kernel)
-    rows, _, queries, _ = q.shape
     found = find_sequences(rows, queries, k.shape[2], mask, positions, q.device)
     run = _fa3 if kernel == "fa3" else _triton
     out, lse = run(_packed(q), _packed(k), _packed(v), found, scale)
-    shape = (rows, queries, q.shape[1], q.shape[3])
-    return out.view(shape), lse.view(-1, rows, queries).transpose(0, 1).contiguous()
+    out = out.view(rows, queries, heads, size)
+    return out, lse.view(-1, rows, queries).transpose(0, 1).contiguous()
 
 
 def attention_backward(
@@ -96,6 +99,11 @@ def attention_backward(
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run `reference_exact.attention_backward`, or PyTorch's flash backward."""
+    if not q.numel():
+        dq, dk, dv = (
+            torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)
+        )
+        return dq, dk, dv
     if kernel == "reference":
         return reference_exact.attention_backward(dy, q, k, v, mask, positions, scale)
     rows, _, queries, _ = q.shape

@@ -185,6 +185,20 @@ def test_gradients(kernel: str) -> None:
         assert (mine.double() - theirs).norm() < 1e-2 * theirs.norm()
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("rows", "queries", "keys"), [(1, 0, 0), (0, 3, 3), (2, 0, 5)])
+def test_empty_batches(kernel: str, rows: int, queries: int, keys: int) -> None:
+    size = size_of(kernel)
+    q = torch.zeros(rows, 4, queries, size, dtype=torch.bfloat16, device=DEVICE)
+    k = torch.zeros(rows, 2, keys, size, dtype=torch.bfloat16, device=DEVICE)
+    leaves = [x.requires_grad_() for x in (q, k, k.clone())]
+    out, lse = attention(*leaves, None, None, 0.125, kernel)
+    assert out.shape == (rows, queries, 4, size)
+    assert lse.shape == (rows, 4, queries)
+    for x, grad in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
+        assert torch.equal(grad, torch.zeros_like(x))
+
+
 def test_registration() -> None:
     q, k, v = qkv(1, 8)
     args = (q, k, v, None, None, 0.1, "reference")
