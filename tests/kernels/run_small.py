@@ -11,7 +11,14 @@ import sys
 import torch
 from torch import Tensor
 
-from jetrl_compile.kernels import fused_ops, ops, quantizers, reference
+from jetrl_compile.kernels import (
+    attention_ops,
+    exact_ops,
+    fused_ops,
+    ops,
+    quantizers,
+    reference,
+)
 from jetrl_compile.kernels.dispatch import provider_statuses
 
 ROWS = (0, 1, 7, 129, 272)
@@ -68,6 +75,24 @@ def fused_on(r: int, c: int) -> None:
     fused_ops.silu_mul_backward_quantize(x, *halves, *GROUP, *GROUP, *BLOCK, *FLOOR)
 
 
+def exact_on(r: int, c: int, providers: list[str]) -> None:
+    """Run the kernels of exact mode."""
+    x, weight = normal(r, c), normal(c)
+    exact_ops.rms_norm(x, weight, 1e-6, None)
+    heads = normal(1, r, 4, 64).transpose(1, 2)
+    exact_ops.rms_norm(heads, weight[:64], 1e-6, None)
+    exact_ops.rope(heads, normal(1, 1, r, 64), normal(1, 1, r, 64))
+    both = normal(r, 2 * c)
+    exact_ops.silu_mul(both[:, :c], both[:, c:])
+    labels = torch.arange(r, device=x.device) % c
+    for kernel in ("aten", "blocks"):
+        exact_ops.log_probs(x, labels, 0.7, kernel)
+    if "deep_gemm" in providers:
+        exact_ops.bf16_gemm(x, normal(193, c), "deep_gemm")
+    q, k = normal(1, 4, r, 64), normal(1, 2, r, 64)
+    attention_ops.attention(q, k, k, None, None, 0.125, "triton")
+
+
 def gemms_on(m: int, k: int, providers: list[str]) -> None:
     """Run the GEMM providers in all roles."""
     n = 192
@@ -97,6 +122,7 @@ def main() -> int:
                 good &= quantizers_on(r, c)
                 fused_on(r, c)
                 gemms_on(r, c, providers)
+                exact_on(r, c, providers)
     torch.cuda.synchronize()
     print(f"ran on {torch.cuda.get_device_name()}: providers {', '.join(providers)}")
     for (operator, reason), count in quantizers.fallbacks().items():
