@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl_compile.kernels.launch_recorder import Plan, record
+from jetrl_compile.kernels.launch_recorder import Plan, record, recording
 
 MOST_PLANS = 4096
 """More kinds of calls than this are forgotten, all at once."""
@@ -53,6 +53,8 @@ def planned(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def decorate(kernel: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(kernel)
         def call(*args: Any) -> Any:
+            if recording():  # inside of another operator, whose record has it all
+                return kernel(*args)
             tensors: list[Tensor] = []
             key = _kind(name, args, tensors)
             if key is None:

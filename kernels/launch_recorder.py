@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _aten = torch.ops.aten
 _ALLOCATIONS = {
     _aten.empty.memory_format,
+    _aten.empty_like.default,
     _aten.empty_strided.default,
     _aten.new_empty.default,
     _aten.new_empty_strided.default,
@@ -113,6 +114,11 @@ def call_library(
     with recorder.paused():
         function(*tensors, *rest)
     recorder.called(function, tensors, rest)
+
+
+def recording() -> bool:
+    """Return whether a call is being recorded in this thread."""
+    return getattr(_thread, "recorder", None) is not None
 
 
 def record(

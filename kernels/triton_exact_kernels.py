@@ -9,6 +9,7 @@ from typing import Any
 
 from jetrl_compile.kernels.triton_common import jit, round_bf16, tl
 from jetrl_compile.kernels.triton_norm_kernels import _scaled
+from jetrl_compile.kernels.triton_silu_math import sigmoid
 
 
 def _kernel(function: Callable[..., Any]) -> Any:
@@ -118,13 +119,13 @@ def silu_mul_kernel(
     up_stride: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Compute silu(gate) * up for BLOCK elements of a row."""
+    """Compute silu(gate) * up for BLOCK elements of a row, as the fused kernels do."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = col < cols
     g = tl.load(gate + row * gate_stride + col, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + col, mask=inside, other=0.0).to(tl.float32)
-    silu = round_bf16(tl.div_rn(g, tl.exp(g * -1.0) + 1.0))
+    silu = round_bf16(g * sigmoid(g))
     tl.store(y + row * cols + col, round_bf16(silu * u).to(tl.bfloat16), mask=inside)
 
 

@@ -8,7 +8,7 @@ from jetrl_compile.kernels.triton_words import high, low, multiply, pack
 
 
 @jit
-def _sigmoid(gate: tl.tensor) -> tl.tensor:
+def sigmoid(gate: tl.tensor) -> tl.tensor:
     """1 / (1 + exp(-gate)) in FP32; on a GPU 0 below gate = -87."""
     if INTERPRETED:
         return 1.0 / (tl.exp(-gate) + 1.0)
@@ -34,14 +34,14 @@ def _sigmoid(gate: tl.tensor) -> tl.tensor:
 def silu_mul(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
     """Return silu(gate) * up of words, rounded to BF16 after each step."""
     g0, g1 = low(gate), high(gate)
-    return multiply(pack(g0 * _sigmoid(g0), g1 * _sigmoid(g1)), up)
+    return multiply(pack(g0 * sigmoid(g0), g1 * sigmoid(g1)), up)
 
 
 @jit
 def silu_mul_backward(dy: tl.tensor, gate: tl.tensor, up: tl.tensor) -> tl.tensor:
     """Return what `silu_mul` returns, and the gradients for gate and up, in words."""
     g0, g1 = low(gate), high(gate)
-    s0, s1 = _sigmoid(g0), _sigmoid(g1)
+    s0, s1 = sigmoid(g0), sigmoid(g1)
     silu, outer = pack(g0 * s0, g1 * s1), multiply(dy, up)
     dgate = pack(
         low(outer) * s0 * (g0 * (1.0 - s0) + 1.0),

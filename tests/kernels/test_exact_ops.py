@@ -330,6 +330,23 @@ def test_silu_mul_is_what_the_fused_kernel_quantizes() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("factor", [1.0, -0.3125])
+def test_silu_mul_of_every_gate_is_what_the_fused_kernel_quantizes(
+    factor: float,
+) -> None:
+    from jetrl_compile.kernels import triton_silu
+
+    bits = torch.arange(1 << 16, dtype=torch.int32, device=DEVICE).to(torch.int16)
+    gate = bits.view(torch.bfloat16).view(512, 128)
+    up = torch.full_like(gate, factor)
+    kept = torch.empty_like(gate)
+    flow = (1, 128, -1, 0, "fp32", 1e-10)
+    triton_silu.silu_mul_quantize(gate, up, *flow, kept)
+    own = exact_ops.silu_mul(gate, up)
+    assert torch.equal(own.view(torch.int16), kept.view(torch.int16))
+
+
+@pytest.mark.gpu
 def test_log_probs_refuse_rows_that_begin_anywhere() -> None:
     logits = normal(4, 1001)
     with pytest.raises(PrecisionFlowError, match="needs a multiple of 4"):

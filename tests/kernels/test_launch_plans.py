@@ -263,3 +263,20 @@ def test_too_many_kinds_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     for rows in range(2, 9):
         copy(torch.randn(rows, 8))
         assert len(launch_plans._PLANS) <= 3
+
+
+def test_a_call_inside_of_another_is_part_of_its_record() -> None:
+    inner_kernel, outer_kernel = FakeKernel(), FakeKernel()
+
+    def copy(kernel: FakeKernel, x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        launch_kernel(kernel, (3,))(x, out, x.numel() * 4, FLAG=True, num_warps=4)
+        return out
+
+    inner = planned("inner of two")(lambda x: copy(inner_kernel, x))
+    outer = planned("outer of two")(lambda x: copy(outer_kernel, inner(x)))
+    for count in range(3):
+        x = torch.randn(8)
+        assert torch.equal(outer(x), x)
+        assert (inner_kernel.slow, outer_kernel.slow) == (1, 1)
+        assert (inner_kernel.fast, outer_kernel.fast) == (count, count)
