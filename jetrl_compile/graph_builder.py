@@ -26,11 +26,14 @@ class BuiltGraph:
             are those of the captured graph.
         node_of: For each operator, the name of the last captured node that is part of
             it: where its result appears.
+        lost: Modules whose input is read by a matrix product of backward that is no
+            layer's gradient as far as is known: see `GemmSites`.
     """
 
     graph: PrecisionGraph
     gemms: Mapping[str, GemmSite]
     node_of: Mapping[str, str]
+    lost: tuple[str, ...] = ()
 
 
 def build_precision_graph(
@@ -80,7 +83,8 @@ def _build(
     gemms = {node_of.renamed(k): v for k, v in state.gemms.items()}
     if origin is not None:
         gemms = {name: _original(site, origin) for name, site in gemms.items()}
-    return BuiltGraph(make_graph(operators, edges, **meta), gemms, node_of.table)
+    graph = make_graph(operators, edges, **meta)
+    return BuiltGraph(graph, gemms, node_of.table, tuple(state.sites.lost.values()))
 
 
 def _original(site: GemmSite, origin: list[int]) -> GemmSite:

@@ -15,7 +15,8 @@ def verify(context: Context) -> int:
     """Set `context.final`; return the number of GEMMs that are FP8 in it.
 
     Raises:
-        LoweringError: The lowered graph differs from the annotated one.
+        LoweringError: The lowered graph differs from the annotated one, or the gradient
+            of a layer's weight is not known as one.
     """
     context.graph.lint()
     annotated = context.annotated
@@ -29,6 +30,7 @@ def verify(context: Context) -> int:
         found.edges,
         found.meta,
     )
+    _check_lost(context, context.final)
     wrong = _differences(annotated, context.final, fused=context.fuse)
     wrong += [
         f"the result that was {before or 'no GEMM'} is {after or 'no GEMM'}"
@@ -41,6 +43,20 @@ def verify(context: Context) -> int:
             f"first: {wrong[0]}; this is a fault of the compiler, please report it"
         )
     return sum(context.final.is_fp8(op) for op in context.final.gemms())
+
+
+def _check_lost(context: Context, graph: PrecisionGraph) -> None:
+    """Refuse a product of backward that might be the wgrad of an FP8 layer."""
+    for module in dict.fromkeys(context.built.lost):
+        operator = graph.by_name.get(f"{module}:fprop")
+        if operator is not None and graph.is_fp8(operator):
+            raise LoweringError(
+                f"a matrix product in backward reads the input of {module}, which is "
+                "FP8, and was not recognized as a gradient of its weight, so it would "
+                "run in high precision; this is a fault of the compiler, please report "
+                "it; until then, compile each decoder layer with "
+                "jetrl_compile.layers.compile_layers"
+            )
 
 
 def _with_reason(operator: Operator, reason: str) -> Operator:

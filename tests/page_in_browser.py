@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from browser import launched
 from PIL import Image
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, Error, Page
 from sample_graphs import decoder_graph, with_edges, without_fp8
 
 from jetrl_compile.precision_graph import Edge, PrecisionGraph
@@ -112,6 +112,15 @@ def block(view: View, title: str, phase: str = "forward") -> str:
 
 def node(view: View, name: str) -> int:
     return [item.name for item in view.nodes].index(name)
+
+
+def screenshot(tab: Page) -> bytes:
+    """Return a picture of a page; on busy cores a browser may fail once to make it."""
+    try:
+        return tab.screenshot()
+    except Error:
+        tab.wait_for_timeout(1000)
+        return tab.screenshot()
 
 
 def count_of(png: bytes, colour: str) -> int:

@@ -9,6 +9,7 @@ from tiny_models import activations, backward, compiled, make_mlp
 from torch._dynamo.exc import BackendCompilerFailed
 
 from jetrl_compile import pipeline
+from jetrl_compile.gemm_sites import GemmSites
 from jetrl_compile.kernels import dispatch
 from jetrl_compile.kernels.dispatch import GemmShape, Provider
 from jetrl_compile.passes import insert_quantize, lower_gemm
@@ -51,6 +52,22 @@ def test_gemm_that_stays_raises(role: str, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(lower_gemm, "_lower", skip)
     message = rf"1 GEMMs that recipe 'jetrl' names were not lowered: up_proj:{role};"
+    with pytest.raises(BackendCompilerFailed, match=message):
+        compile_mlp()
+
+
+def test_gradient_of_a_weight_that_is_not_recognized_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = GemmSites._wgrad
+
+    def blind(self: GemmSites, index: int, node: Any) -> Any:
+        site = original(self, index, node)
+        return None if site is not None and site.module == "up_proj" else site
+
+    monkeypatch.setattr(GemmSites, "_wgrad", blind)
+    # gate_proj reads the same input.
+    message = "reads the input of (gate|up)_proj, which is FP8, and was not recognized"
     with pytest.raises(BackendCompilerFailed, match=message):
         compile_mlp()
 

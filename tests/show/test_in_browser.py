@@ -13,6 +13,7 @@ from page_in_browser import (
     ids,
     mismatched,
     node,
+    screenshot,
     view_of,
 )
 from sample_graphs import decoder_graph, with_edges
@@ -208,7 +209,7 @@ def test_differences_are_listed_marked_and_jumped_to(opened: Opener) -> None:
         "\u2260 model.layers.3-4",
         "\u2260 model.layers.7\nforward: 7 of 7 GEMMs in FP8",
     ]
-    assert count_of(tab.screenshot(), styles.DIFFERENCE) > 200
+    assert count_of(screenshot(tab), styles.DIFFERENCE) > 200
     tab.click("#differences li:nth-child(2) button")
     selected = tab.evaluate("jetrl.state.selected")
     assert view.nodes[view.edges[int(selected[1:])].target].name == (

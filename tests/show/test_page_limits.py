@@ -1,5 +1,6 @@
 """The page in a browser: print, speed, hostile names, large graphs, pictures."""
 
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from page_in_browser import (
     node,
     view_of,
 )
+from PIL import Image
 from playwright.sync_api import Browser
 from sample_graphs import decoder_graph, with_edges
 
@@ -138,11 +140,12 @@ def test_a_hundred_thousand_operators_open_folded(opened: Opener) -> None:
 
 
 def test_pictures_are_shown(browser: Browser, tmp_path: Path) -> None:
-    tab = browser.new_page()
-    png = tab.screenshot()
     view = view_of(decoder_graph("train", 4))
+    png = io.BytesIO()
+    Image.new("L", (1280, 720), 128).save(png, "PNG")
+    tab = browser.new_page()
     path = tmp_path / "with_pictures.html"
-    path.write_text(page(view, [Picture("the gap <b>by</b> position", png)]))
+    path.write_text(page(view, [Picture("the gap <b>by</b> position", png.getvalue())]))
     tab.goto(path.as_uri())
     tab.wait_for_function("document.querySelector('#pictures img').naturalWidth > 100")
     assert tab.inner_text("#pictures figcaption") == "the gap <b>by</b> position"
