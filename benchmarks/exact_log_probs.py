@@ -20,11 +20,11 @@ from typing import Annotated, Any
 
 import typer
 from vllm_engines import Failed, Worker, cache_bytes, make_llm, write_config
-from vllm_trainer import make_trainer, take_step
+from vllm_trainer import load_exact, make_trainer, take_step
 from vllm_warm_up import Wanted, warm_up
 
 from jetrl_compile.bench.models import BUILT_IN
-from jetrl_compile.exact_attention import use_exact_attention
+from jetrl_compile.integrations.vllm.exact import exact_settings
 from jetrl_compile.kernels.deep_gemm_tiles import token_steps
 
 CHUNK = 512  # tokens of a step: longer prompts are read in chunks
@@ -72,7 +72,7 @@ class Run:
         return self.found
 
     def _load(self, folder: Path) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
 
         own = Path(self.model)
         if self.model in BUILT_IN:
@@ -83,24 +83,18 @@ class Run:
             kept = {"num_hidden_layers": self.layers} if self.layers else {}
             self.config = AutoConfig.from_pretrained(own, **kept)
             folder = own
-        # Loaded as users load: some buffers are made otherwise from a config.
-        load: Any = AutoModelForCausalLM.from_pretrained
-        self.trainer = load(folder, config=self.config, dtype="bfloat16").to("cuda")
-        use_exact_attention(self.trainer)
+        self.trainer = load_exact(folder, config=self.config)
         most = max(high for *_, high in BATCHES) + self.length
         sequences = max(count for _, count, *_ in BATCHES)
         every = token_steps(1, max(CHUNK, most))
-        train = [TRAIN] if self.steps else []
-        warm_up(
-            Wanted(folder, every, exact=True),
-            *(Wanted(folder, [count], backward=True) for count in train),
-        )
+        warm_up(Wanted(folder, every, exact=True))
+        if self.steps:
+            warm_up(Wanted(folder, [TRAIN], backward=True))
         self.llm = make_llm(
             folder,
             cache_bytes(self.config, 64, most),
             quantization="jetrl",
-            logprobs_mode="processed_logprobs",
-            additional_config={"jetrl": {"exact": True}},
+            **exact_settings(),
             hf_overrides={"num_hidden_layers": self.config.num_hidden_layers},
             max_model_len=most,
             max_num_seqs=sequences,

@@ -27,13 +27,13 @@ import typer
 from exact_plants import SPOILERS
 from exact_values import parting, recorded_attention, replay, run_trainer
 from vllm_engines import Failed, Worker, cache_bytes, make_llm, write_config
-from vllm_trainer import make_trainer
+from vllm_trainer import load_exact, make_trainer
 from vllm_warm_up import Wanted, warm_up
 
 from jetrl_compile.containment import check_containment
 from jetrl_compile.errors import JetRLError
-from jetrl_compile.exact_attention import use_exact_attention
 from jetrl_compile.integrations.vllm.engine import check_engine, engine_graph
+from jetrl_compile.integrations.vllm.exact import exact_settings
 from jetrl_compile.integrations.vllm.log_probs import Sampled, sample
 from jetrl_compile.kernels.deep_gemm_tiles import token_steps
 from jetrl_compile.kernels.exact_ops import log_probs
@@ -176,24 +176,18 @@ class Run:
         return examine(self.llm, self.trainer, self.kernel, prompt, self.length)
 
     def _load(self, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
         from jetrl_compile.integrations.vllm.exact import prepare_exact
 
         self.config = write_config(self.model, folder, self.layers)
         make_trainer(self.config, 1).save_pretrained(folder)
-        # Loaded as users load: some buffers are made otherwise from a config.
-        load: Any = AutoModelForCausalLM.from_pretrained
-        self.trainer = load(folder, dtype="bfloat16").to("cuda").eval()
-        use_exact_attention(self.trainer)
+        self.trainer = load_exact(folder)
         most = self.prompt + self.length
         warm_up(Wanted(folder, token_steps(1, max(CHUNK, most)), exact=True))
         self.llm = make_llm(
             folder,
             cache_bytes(self.config, 4, most),
             quantization="jetrl",
-            logprobs_mode="processed_logprobs",
-            additional_config={"jetrl": {"exact": True}},
+            **exact_settings(),
             max_model_len=most,
             max_num_seqs=4,
             max_num_batched_tokens=CHUNK,

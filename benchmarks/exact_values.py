@@ -19,17 +19,15 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
 from jetrl_compile.capture import canonical_path, op_name
-from jetrl_compile.graph_inputs import match_placeholders, placeholder_infos
-from jetrl_compile.integrations.vllm import live_graph
 from jetrl_compile.integrations.vllm.compile_pass import run_passes
 from jetrl_compile.integrations.vllm.graph_reading import EngineContext
+from jetrl_compile.integrations.vllm.live_graph import fresh_dynamo, live_backend
 from jetrl_compile.integrations.vllm.live_model import (
     attention_facts,
     config_of,
     head_shapes,
     parts_of,
 )
-from jetrl_compile.integrations.vllm.spelling import functionalize_norms
 from jetrl_compile.pipeline import CompileReport
 from jetrl_compile.precision_graph import PrecisionGraph
 from jetrl_compile.recorder import Recorder
@@ -161,38 +159,30 @@ def replay(model: nn.Module, ids: Tensor, attend: Attend) -> Run:
     facts, whole = attention_facts(model), head_shapes(model) or None
     runs: list[tuple[_Replay, PrecisionGraph]] = []
 
-    def compile_graph(gm: GraphModule, inputs: Any) -> Any:
-        functionalize_norms(gm)
-        outside = live_graph._name_head(gm)
-        infos = placeholder_infos(gm, inputs, "")
-        shapes = [getattr(value, "shape", None) for value in inputs]
-
-        def inference(lowered: GraphModule, _: Any) -> Any:
-            graph = lowered.graph
-            known = match_placeholders(graph, infos, shapes)
-            more: dict[str, Any] = {"strict": False, "whole": whole, "outside": outside}
-            run_passes(graph, settings, known, facts, **more)
-            lowered.recompile()
-            context = EngineContext(
-                graph, known, settings.recipe, "rollout", settings.providers
-            )
-            context.attributes, context.whole = facts, whole
-            names: dict[str, list[str]] = {}
-            for operator, node in context.built.node_of.items():
-                if context.built.graph.by_name[operator].kind != "parameter":
-                    names.setdefault(node, []).append(operator)
-            assert context.nodes[-1].graph is graph, "each operator has a value"
-            runs.append((_Replay(lowered, names, attend), context.built.graph))
-            return runs[-1][0].run
-
-        return live_graph._to_aten(gm, inputs, inference)
+    def use(lowered: GraphModule, known: Any, outside: frozenset[str]) -> Any:
+        graph = lowered.graph
+        more: dict[str, Any] = {"strict": False, "whole": whole, "outside": outside}
+        run_passes(graph, settings, known, facts, **more)
+        lowered.recompile()
+        context = EngineContext(
+            graph, known, settings.recipe, "rollout", settings.providers
+        )
+        context.attributes, context.whole = facts, whole
+        names: dict[str, list[str]] = {}
+        for operator, node in context.built.node_of.items():
+            if context.built.graph.by_name[operator].kind != "parameter":
+                names.setdefault(node, []).append(operator)
+        assert context.nodes[-1].graph is graph, "each operator has a value"
+        runs.append((_Replay(lowered, names, attend), context.built.graph))
+        return runs[-1][0].run
 
     def forward(self: Any, ids: Tensor, positions: Tensor) -> Any:
         return self.compute_logits(self(ids, positions))
 
     positions = torch.arange(len(ids), device=ids.device)
-    with live_graph._fresh_dynamo(), torch_wrap(config.fused), torch.no_grad():
-        compiled = torch.compile(forward, backend=compile_graph, fullgraph=True)
+    with fresh_dynamo(), torch_wrap(config.fused), torch.no_grad():
+        backend: Any = live_backend(use)
+        compiled = torch.compile(forward, backend=backend, fullgraph=True)
         logits: Tensor = compiled(model, ids, positions)
     (found,) = runs
     return Run(logits, _own_columns(model, found[0].values), found[1])

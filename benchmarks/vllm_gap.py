@@ -43,16 +43,13 @@ def start(folder: str, recipe: str, sequences: int, length: int) -> Callable[...
     import torch
     from transformers import AutoConfig
 
-    from jetrl_compile.integrations.vllm.exact import prepare_exact
+    from jetrl_compile.integrations.vllm.exact import exact_settings, prepare_exact
     from jetrl_compile.integrations.vllm.log_probs import sample
 
     config = AutoConfig.from_pretrained(folder)
-    settings: dict[str, Any] = {}
-    if recipe != "bf16":
-        settings["quantization"] = "jetrl"
+    settings = {} if recipe == "bf16" else {"quantization": "jetrl"}
     if recipe == "exact":
-        settings["logprobs_mode"] = "processed_logprobs"
-        settings["additional_config"] = {"jetrl": {"exact": True}}
+        settings |= exact_settings()
     llm = make_llm(
         folder,
         cache_bytes(config, sequences, length),

@@ -24,6 +24,7 @@ from vllm_engines import write_config as write
 from vllm_warm_up import Wanted, warm_up
 
 from jetrl_compile.bench.models import BUILT_IN
+from jetrl_compile.integrations.vllm.exact import exact_settings
 from jetrl_compile.kernels.deep_gemm_tiles import token_steps
 
 ENGINES: dict[str, dict[str, Any]] = {
@@ -31,11 +32,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "fp8_per_block": {"quantization": "fp8_per_block"},
     "jetrl": {"quantization": "jetrl"},
     "jetrl_whole_graph": {"quantization": "jetrl", "compilation_config": WHOLE_GRAPH},
-    "jetrl_exact": {
-        "quantization": "jetrl",
-        "logprobs_mode": "processed_logprobs",
-        "additional_config": {"jetrl": {"exact": True}},
-    },
+    "jetrl_exact": {"quantization": "jetrl", **exact_settings()},
 }
 PROMPT = 128
 BATCHED = 8192  # tokens of a step: prompts are read in pieces of this size

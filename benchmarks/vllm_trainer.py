@@ -28,6 +28,25 @@ def make_trainer(config: Any, seed: int) -> Any:
     return fill(made, seed)
 
 
+def load_exact(folder: Any, **settings: Any) -> Any:
+    """Return a checkpoint's model on the GPU, in BF16, with exact mode's attention.
+
+    Loaded as users load: some buffers are made otherwise from a config.
+
+    Args:
+        folder: With weights.
+        **settings: More arguments of `from_pretrained`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from jetrl_compile.exact_attention import use_exact_attention
+
+    load: Any = AutoModelForCausalLM.from_pretrained
+    trainer = load(folder, dtype="bfloat16", **settings).to("cuda").eval()
+    use_exact_attention(trainer)
+    return trainer
+
+
 def take_step(trainer: Any, length: int) -> float:
     """Take an AdamW step on one random sequence; return the loss before it."""
     import torch

@@ -93,15 +93,14 @@ class GemmSites:
 
     Attributes:
         sites: Them, by node index.
-        lost: Matrix products of backward that read what a weight GEMM of forward
-            reads, and are no layer's gradient as far as is known: the path of that
-            GEMM's module, by node index.
+        lost: Paths of modules whose weight GEMM reads in forward what a matrix product
+            of backward reads, which is no layer's gradient as far as is known.
     """
 
     def __init__(self, sources: TensorSources) -> None:
         self.sources = sources
         self.sites: dict[int, GemmSite] = {}
-        self.lost: dict[int, str] = {}
+        self.lost: list[str] = []
         self._by_weight: dict[int, GemmSite] = {}
         self._by_module: dict[str, GemmSite] = {}
         self._by_input: dict[int, list[GemmSite]] = {}
@@ -125,16 +124,15 @@ class GemmSites:
             if site is not None:
                 self._add(site)
             else:
-                self._lose(index, sources.nodes[index])
+                self._lose(sources.nodes[index])
 
-    def _lose(self, index: int, node: CapturedNode) -> None:
+    def _lose(self, node: CapturedNode) -> None:
         found = operands(node)
         if found is None or len(node.shape) != 2:
             return
         for operand in found[:2]:
-            readers = self._by_input.get(self._origin(operand))
-            if readers:
-                self.lost[index] = readers[0].module
+            readers = self._by_input.get(self._origin(operand), ())
+            self.lost += [site.module for site in readers]
 
     def _add(self, site: GemmSite) -> None:
         self.sites[site.node] = site

@@ -26,8 +26,7 @@ class BuiltGraph:
             are those of the captured graph.
         node_of: For each operator, the name of the last captured node that is part of
             it: where its result appears.
-        lost: Modules whose input is read by a matrix product of backward that is no
-            layer's gradient as far as is known: see `GemmSites`.
+        lost: As in `GemmSites`.
     """
 
     graph: PrecisionGraph
@@ -84,7 +83,7 @@ def _build(
     if origin is not None:
         gemms = {name: _original(site, origin) for name, site in gemms.items()}
     graph = make_graph(operators, edges, **meta)
-    return BuiltGraph(graph, gemms, node_of.table, tuple(state.sites.lost.values()))
+    return BuiltGraph(graph, gemms, node_of.table, tuple(state.sites.lost))
 
 
 def _original(site: GemmSite, origin: list[int]) -> GemmSite:

@@ -106,10 +106,12 @@ def bf16_gemm(x: Tensor, w: Tensor, provider: str) -> Tensor:
             "8 elements: pad the hidden size"
         )
     x, w = x.contiguous(), w.contiguous()
+    if not k:
+        return torch.zeros((m, n), dtype=x.dtype, device=x.device)
     out = torch.empty((m, align(n, 8)), dtype=x.dtype, device=x.device)[:, :n]
-    if out.numel() and k:
+    if out.numel():
         call_library(library().bf16_gemm_nt, (x, w, out))
-    return out.contiguous() if k else torch.zeros_like(out).contiguous()
+    return out.contiguous()
 
 
 def log_probs(

@@ -3,8 +3,7 @@
 On Hopper, a kernel that is launched for it (programmatic dependent launch) gets ready
 while the last programs of the kernel before it still run: kernels of a decoded layer
 that take 95 us in sum are over after 87 (docs/log.md, 2026-11-30). It waits by itself
-before it reads anything.
-`JETRL_OVERLAP=0` turns that off.
+before it reads anything. `JETRL_OVERLAP=0` turns that off.
 """
 
 import os

@@ -40,33 +40,31 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     cols = x.shape[-1]
+    if cols > NARROW or not y.numel():
+        made = triton_norm.rms_norm_quantize(
+            x, None, weight, eps, 1, TILE, -1, 0, "fp32", AMAX_FLOOR, y
+        )
+        return y, made[4]
+    rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     weight = weight.contiguous()
-    if cols <= NARROW or not y.numel():
-        rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
-        if not y.numel():
-            return y, rstd
-        x, sizes, strides = _three_strides(x)
-        rows = y.numel() // cols
-        with on_device(x):
-            launch_kernel(head_norm_kernel, (-(-rows // HEAD_ROWS),))(
-                x,
-                weight,
-                y,
-                rstd,
-                rows,
-                cols,
-                *sizes,
-                *strides,
-                eps,
-                ROWS=HEAD_ROWS,
-                COLS=1 << (cols - 1).bit_length(),
-                num_warps=4,
-            )
-        return y, rstd
-    made = triton_norm.rms_norm_quantize(
-        x, None, weight, eps, 1, TILE, -1, 0, "fp32", AMAX_FLOOR, y
-    )
-    return y, made[4]
+    x, sizes, strides = _three_strides(x)
+    rows = y.numel() // cols
+    with on_device(x):
+        launch_kernel(head_norm_kernel, (-(-rows // HEAD_ROWS),))(
+            x,
+            weight,
+            y,
+            rstd,
+            rows,
+            cols,
+            *sizes,
+            *strides,
+            eps,
+            ROWS=HEAD_ROWS,
+            COLS=1 << (cols - 1).bit_length(),
+            num_warps=4,
+        )
+    return y, rstd
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:

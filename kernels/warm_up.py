@@ -141,9 +141,13 @@ class WarmUp:
 
 
 def calls_of(
-    shapes: Iterable[GemmShape],
+    shapes: Iterable[GemmShape], heads: Iterable[tuple[int, int, int]] = ()
 ) -> tuple[list[Call], tuple[tuple[str, str], ...]]:
     """Return a DeepGEMM call for each kernel that GEMMs need, the smallest that does.
+
+    Args:
+        shapes: The FP8 GEMMs.
+        heads: M, N and K of the BF16 GEMMs of exact mode; each has its call.
 
     Returns:
         The calls, and the GEMMs that DeepGEMM does not run, each with the reason.
@@ -171,7 +175,9 @@ def calls_of(
     sms, by_kernel = _sms(), dict[tuple[Kernel | Call, int], Call]()
     for call in sorted(calls):
         by_kernel.setdefault(call.kernel(sms), call)
-    return list(by_kernel.values()), tuple(rejected.items())
+    found = list(by_kernel.values())
+    found += [Call(*sizes, quantized=False) for sizes in sorted(set(heads))]
+    return found, tuple(rejected.items())
 
 
 def _sms() -> int:
@@ -222,8 +228,7 @@ def warm_up(
     show = progress or (lambda *_: None)
     told = f"waiting for another process that warms up {cache_dir()}"
     add_token_counts(exact_tokens, lambda: show(0, 0, told))
-    calls, rejected = calls_of(shapes)
-    calls += [Call(*sizes, quantized=False) for sizes in sorted(set(heads))]
+    calls, rejected = calls_of(shapes, heads)
     before, identity = kernels(), _identity()
     failed: list[tuple[str, str]] = []
     if _missing(calls, identity):

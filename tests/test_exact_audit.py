@@ -1,5 +1,6 @@
 """`jetrl audit --exact`, and spoilers: each is named in the graph and in bits."""
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from jetrl_compile.kernels import attention_kernels, reference_exact
 from jetrl_compile.precision_graph import Operator, make_graph
 from jetrl_compile.rollout import make_rollout_model
 
+PLANTS: Any = importlib.import_module("exact_plants")  # of benchmarks
 TOKENS = torch.randint(256, (2, 14), generator=torch.Generator().manual_seed(0))
 MANY = torch.randint(256, (16, 40), generator=torch.Generator().manual_seed(0))
 pytestmark = [
@@ -46,20 +48,6 @@ def test_an_exact_pair_has_equal_bits_with_padding_too() -> None:
     assert found.report.strict
 
 
-class OtherNorm(nn.Module):
-    """Multiplies by the weight before it rounds, as torch's own norm does."""
-
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
-        self.weight, self.eps = norm.weight, norm.variance_epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        result: Tensor = (wide * rstd * self.weight.float()).to(x.dtype)
-        return result
-
-
 class WideHead(nn.Module):
     """A head by another kernel than the exact one."""
 
@@ -73,29 +61,9 @@ class WideHead(nn.Module):
         return result
 
 
-class WideLayer(nn.Module):
-    """A decoder layer that normalizes the FP32 sum of residual and attention."""
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        for name, child in layer.named_children():
-            self.add_module(name, child)
-
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        layer: Any = self
-        x = layer.input_layernorm(hidden_states)
-        x, _ = layer.self_attn(hidden_states=x, **kwargs)
-        total = hidden_states.float() + x.float()
-        norm = layer.post_attention_layernorm
-        rstd = torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
-        y = norm.weight * (total * rstd).to(x.dtype)
-        result: Tensor = total.to(x.dtype) + layer.mlp(y)
-        return result
-
-
 def another_norm(_: Any, rollout: Any) -> None:
     layer = rollout.get_submodule("model.layers.1")
-    layer.input_layernorm = OtherNorm(layer.input_layernorm)
+    layer.input_layernorm = PLANTS.OtherNorm(layer.input_layernorm)
 
 
 def another_head(trainer: Any, _: Any) -> None:
@@ -104,7 +72,7 @@ def another_head(trainer: Any, _: Any) -> None:
 
 def a_wide_residual(_: Any, rollout: Any) -> None:
     layers = rollout.get_submodule("model").layers
-    layers[1] = WideLayer(layers[1])
+    layers[1] = PLANTS.WideLayer(layers[1])
 
 
 def sdpa_in_the_trainer(trainer: Any, _: Any) -> None:

@@ -77,11 +77,9 @@ def command(
         typer.echo(f"recipe {recipe} has no FP8 GEMM in this model: nothing to compile")
         return
     if dry_run:
-        calls, rejected = calls_of(shapes)
+        calls, rejected = calls_of(shapes, heads)
         for call in calls:
             typer.echo(str(call))
-        for m, n, k in heads:
-            typer.echo(f"{m}x{n}x{k}, bf16")
         _print_pairs("not by deep_gemm", rejected)
         return
     with _bar() as show:

@@ -30,7 +30,6 @@ from jetrl_compile.integrations.vllm.settings import Settings
 from jetrl_compile.kernels import exact_ops, reference_exact
 from jetrl_compile.recipe import JETRL
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 EXACT = Settings(JETRL, ("reference",), exact=True)
 PROMPT, LENGTH = 24, 24
 NONE = (None, None)  # no mask, no positions
@@ -168,7 +167,6 @@ def head(self: Any, own: Any, x: Tensor) -> Tensor:
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """Import a benchmark, with what it takes of vLLM replaced."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     load = importlib.import_module
     monkeypatch.setattr("vllm_engine_model.Config.settings", lambda _: EXACT)
     monkeypatch.setattr("vllm_engine_model.LogitsProcessor.forward", head)

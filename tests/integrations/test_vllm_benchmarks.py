@@ -22,7 +22,6 @@ from jetrl_compile.integrations.vllm.log_probs import Sampled
 from jetrl_compile.integrations.vllm.refit import refit_model
 from jetrl_compile.precision_graph import PrecisionGraph
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FAULTS = (
     "one layer skipped",
     "UE8M0 in the flow",
@@ -34,8 +33,7 @@ FAULTS = (
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def module() -> Any:
     return importlib.import_module
 
 

@@ -22,7 +22,10 @@ def test_every_variant_of_the_norm_adds_in_one_order() -> None:
         env=own,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    for line in done.stdout.splitlines():
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4  # lengths of a row
+    for line in lines:
         first, *others = json.loads(line)
         assert first, "no sum of squares was found"
+        assert len(others) == 7  # variants
         assert all(other == first for other in others)

@@ -63,10 +63,14 @@ def test_gradient_of_a_weight_that_is_not_recognized_raises(
 
     def blind(self: GemmSites, index: int, node: Any) -> Any:
         site = original(self, index, node)
-        return None if site is not None and site.module == "up_proj" else site
+        if site is None or site.module != "up_proj":
+            return site
+        self._lose(node)
+        assert set(self.lost) == {"gate_proj", "up_proj"}  # both read its x
+        self.lost.clear()
+        return None
 
     monkeypatch.setattr(GemmSites, "_wgrad", blind)
-    # gate_proj reads the same input.
     message = "reads the input of (gate|up)_proj, which is FP8, and was not recognized"
     with pytest.raises(BackendCompilerFailed, match=message):
         compile_mlp()

@@ -16,7 +16,7 @@ from jetrl_compile.integrations.vllm.engine import (
     engine_graph,
     refit,
 )
-from jetrl_compile.integrations.vllm.exact import LOGPROBS_MODE, prepare_exact
+from jetrl_compile.integrations.vllm.exact import exact_settings, prepare_exact
 from jetrl_compile.integrations.vllm.log_probs import (
     gap_metrics,
     sample,
@@ -94,17 +94,10 @@ def graph(
     """
     say = progress or (lambda _: None)
     say(f"loading {folder} into vLLM")
-    llm = load(folder, recipe, load_format="dummy", **_exact_settings(recipe, exact))
+    more = exact_settings(recipe) if exact else {}
+    llm = load(folder, recipe, load_format="dummy", **more)
     say("tracing the live model")
     return engine_graph(llm)
-
-
-def _exact_settings(recipe: str, exact: bool) -> dict[str, Any]:
-    """Arguments of LLM for exact mode."""
-    if not exact:
-        return {}
-    own = {"jetrl": {"recipe": recipe, "exact": True}}
-    return {"logprobs_mode": LOGPROBS_MODE, "additional_config": own}
 
 
 def audit(
@@ -139,7 +132,8 @@ def audit(
 
     say = progress or (lambda _: None)
     say(f"loading {folder} into vLLM")
-    llm = load(folder, recipe, PROMPT + length, **_exact_settings(recipe, exact))
+    more = exact_settings(recipe) if exact else {}
+    llm = load(folder, recipe, PROMPT + length, **more)
     say("loading the trainer")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     trainer: Any = load_causal_model(folder).to(device, torch.bfloat16)

@@ -27,6 +27,16 @@ BACKENDS = {
 _KV_DTYPES = ("auto", "bfloat16")
 
 
+def exact_settings(recipe: str = "jetrl") -> dict[str, Any]:
+    """Return the arguments of vLLM's LLM that exact mode needs, beside `quantization`.
+
+    Args:
+        recipe: Of the trainer.
+    """
+    own = {"jetrl": {"recipe": recipe, "exact": True}}
+    return {"logprobs_mode": LOGPROBS_MODE, "additional_config": own}
+
+
 def refusals(engine: Any) -> Iterator[str]:
     """Yield why an engine cannot be exact.
 

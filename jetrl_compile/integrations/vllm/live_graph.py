@@ -80,32 +80,27 @@ def trace_live(
     """
     found: list[LiveGraph] = []
 
-    def compile_graph(gm: GraphModule, inputs: Sequence[Any]) -> Any:
-        if fused:
-            functionalize_norms(gm)
-        outside = _name_head(gm)
-        infos = placeholder_infos(gm, inputs, "")
-        shapes = [getattr(value, "shape", None) for value in inputs]
+    def read(
+        lowered: GraphModule,
+        known: Mapping[str, PlaceholderInfo],
+        outside: frozenset[str],
+    ) -> Any:
+        captured = capture_graph(lowered.graph, known, attributes)
+        report = run_passes(
+            lowered.graph,
+            settings if fused else replace(settings, fuse=False),
+            known,
+            attributes,
+            meta or {},
+            spell=fused,
+            strict=False,
+            whole=whole,
+            outside=outside,
+        )
+        found.append(LiveGraph(report.graph, captured, 0, report.changes))
+        raise _StopError
 
-        def inference(lowered: GraphModule, _: Sequence[Any]) -> Any:
-            known = match_placeholders(lowered.graph, infos, shapes)
-            found.append(
-                _read(
-                    lowered,
-                    known,
-                    settings,
-                    fused,
-                    attributes,
-                    meta or {},
-                    whole,
-                    outside,
-                )
-            )
-            raise _StopError
-
-        return _to_aten(gm, inputs, inference)
-
-    _trace(model, compile_graph, head)
+    _trace(model, live_backend(read, fused), head)
     if not found:
         raise ModelError(
             f"{type(model).__name__} ran without being traced, so nothing is known of "
@@ -117,30 +112,33 @@ def trace_live(
     return replace(live, graph=replace(live.graph, meta=said), compared=compared)
 
 
-def _read(
-    lowered: GraphModule,
-    known: Mapping[str, PlaceholderInfo],
-    settings: Settings,
-    fused: bool,
-    attributes: Mapping[str, Mapping[str, Any]] | None,
-    meta: Mapping[str, str],
-    whole: WholeShapes | None,
-    outside: frozenset[str],
-) -> LiveGraph:
-    captured = capture_graph(lowered.graph, known, attributes)
-    own = settings if fused else replace(settings, fuse=False)
-    report = run_passes(
-        lowered.graph,
-        own,
-        known,
-        attributes,
-        meta,
-        spell=fused,
-        strict=False,
-        whole=whole,
-        outside=outside,
-    )
-    return LiveGraph(report.graph, captured, 0, report.changes)
+def live_backend(
+    use: Callable[[GraphModule, Mapping[str, PlaceholderInfo], frozenset[str]], Any],
+    fused: bool = True,
+) -> Callable[[GraphModule, Sequence[Any]], Any]:
+    """Return a backend of `torch.compile` for a loaded model with its output head.
+
+    Args:
+        use: Called with the functional inference graph, what is known of its inputs,
+            and the modules that vLLM runs outside of what it compiles; returns what
+            runs.
+        fused: Whether the engine's norms are vLLM IR, as its pass finds them.
+    """
+
+    def compile_graph(gm: GraphModule, inputs: Sequence[Any]) -> Any:
+        if fused:
+            functionalize_norms(gm)
+        outside = _name_head(gm)
+        infos = placeholder_infos(gm, inputs, "")
+        shapes = [getattr(value, "shape", None) for value in inputs]
+
+        def inference(lowered: GraphModule, _: Sequence[Any]) -> Any:
+            known = match_placeholders(lowered.graph, infos, shapes)
+            return use(lowered, known, outside)
+
+        return _to_aten(gm, inputs, inference)
+
+    return compile_graph
 
 
 def _name_head(gm: GraphModule) -> frozenset[str]:
@@ -189,7 +187,7 @@ def _trace(model: nn.Module, compile_graph: Callable[..., Any], head: bool) -> N
     positions = torch.arange(TOKENS, dtype=torch.int64, device=device)
     torch._dynamo.mark_dynamic(ids, 0)
     torch._dynamo.mark_dynamic(positions, 0)
-    with _fresh_dynamo(), torch.no_grad():
+    with fresh_dynamo(), torch.no_grad():
         try:
             torch.compile(forward, backend=compile_graph, fullgraph=True)(
                 model, ids, positions
@@ -207,7 +205,7 @@ def _trace(model: nn.Module, compile_graph: Callable[..., Any], head: bool) -> N
 
 
 @contextlib.contextmanager
-def _fresh_dynamo() -> Iterator[None]:
+def fresh_dynamo() -> Iterator[None]:
     """Trace without a limit on recompiles, and leave vLLM's compiled code alone."""
     with torch._dynamo.config.patch(recompile_limit=64, specialize_float=True):
         yield
