@@ -5,8 +5,9 @@
 - `triton`: `triton_attention`, other head sizes.
 - `reference`: FP64, on a CPU.
 
-Backward of both GPU kernels is PyTorch's flash backward, which takes the result and the
-log-sum-exp.
+Backward of both GPU kernels takes the result and the log-sum-exp: cuDNN's where each
+row of a batch is one sequence, which is faster on Hopper, else PyTorch's flash
+backward. They may add up in another order; no log-prob depends on it.
 """
 
 import importlib
@@ -25,6 +26,7 @@ from jetrl_compile.kernels.sequences import Sequences, find_sequences
 KERNELS = ("fa3", "triton", "reference")
 FA3_HEAD_SIZE = 128
 """The head size at which FA3 gives a query the same bits from pages as packed."""
+CUDNN_VERSION = 90501  # from which on gradients of any strides are taken
 _FA3 = "vllm.vllm_flash_attn.flash_attn_interface"
 
 
@@ -98,16 +100,21 @@ def attention_backward(
     scale: float,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run `reference_exact.attention_backward`, or PyTorch's flash backward."""
+    """Run `reference_exact.attention_backward`, or cuDNN's or the flash backward.
+
+    Returns:
+        Gradients of q, k and v, of their shapes, in the order of (B, L, H, D).
+    """
     if not q.numel():
-        dq, dk, dv = (
-            torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)
-        )
-        return dq, dk, dv
+        return _by_tokens(*(torch.zeros_like(x) for x in (q, k, v)))
     if kernel == "reference":
-        return reference_exact.attention_backward(dy, q, k, v, mask, positions, scale)
+        return _by_tokens(
+            *reference_exact.attention_backward(dy, q, k, v, mask, positions, scale)
+        )
     rows, _, queries, _ = q.shape
     found = find_sequences(rows, queries, k.shape[2], mask, positions, q.device)
+    if found.are_rows and has_cudnn_backward():
+        return _by_tokens(*_cudnn_backward(dy, q, k, v, out, lse, scale))
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of no dropout
     grads = torch.ops.aten._flash_attention_backward(
         dy.reshape(-1, *dy.shape[2:]),
@@ -126,10 +133,63 @@ def attention_backward(
         state.new_empty(0),
         scale=scale,
     )
-    dq, dk, dv = (
-        grad.view(rows, -1, *grad.shape[1:]).transpose(1, 2) for grad in grads
+    return _by_tokens(
+        *(grad.view(rows, -1, *grad.shape[1:]).transpose(1, 2) for grad in grads)
     )
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+def has_cudnn_backward() -> bool:
+    """Return whether cuDNN computes gradients of attention here.
+
+    It is asked by itself, so `torch.backends.cuda.enable_cudnn_sdp`, which importing
+    vLLM turns off, does not matter. Where PyTorch is to be deterministic it is not
+    used.
+    """
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    cudnn: Any = torch.backends.cudnn  # untyped
+    version = cudnn.version() if cudnn.enabled else None
+    return not deterministic and (version or 0) >= CUDNN_VERSION and not no_hopper()
+
+
+def _cudnn_backward(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> Any:
+    """Run cuDNN's backward; dy and out are (B, L, H, D), the rest (B, H, L, D)."""
+    none = torch.zeros((), dtype=torch.int64, device=q.device)  # of no dropout
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        dy.transpose(1, 2),
+        q,
+        k,
+        v,
+        out.transpose(1, 2),
+        lse.unsqueeze(-1),
+        none,
+        none,
+        None,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        True,
+        scale=scale,
+    )
+
+
+def _by_tokens(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Bring gradients of (B, H, L, D) into the order of (B, L, H, D)."""
+    return in_token_order(dq), in_token_order(dk), in_token_order(dv)
+
+
+def in_token_order(x: Tensor) -> Tensor:
+    """Return (B, H, L, D) in the memory order of (B, L, H, D), copied if it is not."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _packed(x: Tensor) -> Tensor:
@@ -141,7 +201,7 @@ def _packed(x: Tensor) -> Tensor:
 def _fa3(
     q: Tensor, k: Tensor, v: Tensor, found: Sequences, scale: float
 ) -> tuple[Tensor, Tensor]:
-    library: Any = importlib.import_module(_FA3)
+    library = _fa3_library()
     out, lse, *_ = library.flash_attn_varlen_func(
         q,
         k,
@@ -157,6 +217,21 @@ def _fa3(
         fa_version=3,
     )
     return out, lse
+
+
+@cache
+def _fa3_library() -> Any:
+    """Import FA3 as vLLM ships it, without what importing vLLM turns off.
+
+    vLLM's platform disables cuDNN's attention in the whole process, which a model that
+    runs PyTorch's attention beside would pay for.
+    """
+    cuda: Any = torch.backends.cuda  # untyped
+    enabled = cuda.cudnn_sdp_enabled()
+    try:
+        return importlib.import_module(_FA3)
+    finally:
+        cuda.enable_cudnn_sdp(enabled)
 
 
 def _triton(

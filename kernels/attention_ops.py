@@ -62,17 +62,14 @@ def _fake_attention(
 def _attention_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    made = attention_kernels.attention_backward(dy, q, k, v, *rest)
-    dq, dk, dv = (grad.contiguous() for grad in made)
-    return dq, dk, dv
+    return attention_kernels.attention_backward(dy, q, k, v, *rest)
 
 
 def _fake_attention_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)
-    )
+    made = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq, dk, dv = map(attention_kernels.in_token_order, made)
     return dq, dk, dv
 
 

@@ -6,12 +6,14 @@ reads), and where a position does not follow on the one before it.
 """
 
 import threading
-import weakref
+from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 @dataclass(frozen=True)
@@ -23,15 +25,23 @@ class Sequences:
         starts_k: The same of its keys.
         longest_q: The most queries of a sequence.
         longest_k: The most keys of a sequence.
+        are_rows: Whether each row is one sequence, with as many queries as keys.
     """
 
     starts_q: Tensor
     starts_k: Tensor
     longest_q: int
     longest_k: int
+    are_rows: bool = False
 
 
-_thread = threading.local()  # what the layers of one forward ask for again and again
+# What the layers of a forward ask for again and again, and those of its backward, which
+# runs in a thread of its own and gets other views of the tensors. Finding sequences
+# waits for the GPU. The newest is last.
+_MOST_KEPT = 8
+_kept: OrderedDict[Hashable, tuple[list[Any], Sequences]] = OrderedDict()
+_weak: Any = StorageWeakRef  # untyped
+_lock = threading.Lock()
 
 
 def find_sequences(
@@ -42,7 +52,7 @@ def find_sequences(
     positions: Tensor | None,
     device: torch.device,
 ) -> Sequences:
-    """Return the sequences of a batch; the last answer is kept while its tensors live.
+    """Return the sequences of a batch; answers are kept while their tensors live.
 
     Args:
         rows: B.
@@ -56,23 +66,28 @@ def find_sequences(
     if any(t is not None and t.is_inference() for t in (mask, positions)):
         # Whether such a tensor was written to is not known.
         return find(rows, queries, keys, mask, positions, device)
-    key = (rows, queries, keys, device, _version(mask), _version(positions))
-    kept = getattr(_thread, "kept", None)
-    if kept is not None and kept[0] == key:
-        _, alive, found = kept
-        if alive[0]() is mask and alive[1]() is positions:
-            return found  # type: ignore[no-any-return]
+    key = (rows, queries, keys, device, _contents(mask), _contents(positions))
+    with _lock:
+        kept = _kept.get(key)
+        if kept is not None and not any(one.expired() for one in kept[0]):
+            _kept.move_to_end(key)
+            return kept[1]
     found = find(rows, queries, keys, mask, positions, device)
-    _thread.kept = (key, (_reference(mask), _reference(positions)), found)
+    alive = [_weak(t.untyped_storage()) for t in (mask, positions) if t is not None]
+    with _lock:
+        _kept[key] = (alive, found)
+        _kept.move_to_end(key)
+        while len(_kept) > _MOST_KEPT:
+            _kept.popitem(last=False)
     return found
 
 
-def _version(tensor: Tensor | None) -> int:
-    return -1 if tensor is None else tensor._version
-
-
-def _reference(tensor: Tensor | None) -> Any:
-    return (lambda: None) if tensor is None else weakref.ref(tensor)
+def _contents(tensor: Tensor | None) -> Hashable:
+    """Return what tells a tensor's numbers from others' while its storage lives."""
+    if tensor is None:
+        return None
+    where = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor._version)
+    return (*where, tensor.dtype, tensor.shape, tensor.stride())
 
 
 def _of_batch(
@@ -94,7 +109,8 @@ def _of_batch(
     starts = torch.nn.functional.pad(found, (0, 1), value=rows * queries)
     longest = int(starts.diff().max())
     starts = starts.to(torch.int32)
-    return Sequences(starts, starts, longest, longest)
+    are_rows = len(starts) == rows + 1 and longest == queries
+    return Sequences(starts, starts, longest, longest, are_rows)
 
 
 def _of_cache(

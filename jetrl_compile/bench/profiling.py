@@ -57,17 +57,20 @@ def attention_kernels(work: Callable[[], Tensor]) -> tuple[str, Tensor]:
     """Run work once; return the names of the attention it calls, and its result.
 
     Names are those of PyTorch's backends: "flash", "cudnn", "efficient", "math";
-    "" where it calls none of them.
+    "exact" is that of exact mode; "" where it calls none of them.
     """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
         result = work()
+    names = {event.name for event in seen.events() or ()}
     found = {
         (match.group(1) or "math").removeprefix("fused_")
-        for event in seen.events() or ()
-        if (match := _SDPA.search(event.name))
+        for name in names
+        if (match := _SDPA.search(name))
     }
+    if "jetrl::attention" in names:
+        found.add("exact")
     return "+".join(sorted(found)), result
 
 

@@ -1,6 +1,9 @@
 """Attention of exact mode: a query has the same bits in every batch and chunk."""
 
 import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -185,6 +188,40 @@ def test_gradients(kernel: str) -> None:
         assert (mine.double() - theirs).norm() < 1e-2 * theirs.norm()
 
 
+@pytest.mark.parametrize("kernel", KERNELS[2:])
+@pytest.mark.parametrize(("rows", "heads", "keys"), [(1, 3, 1), (3, 8, 2), (2, 4, 4)])
+def test_gradients_by_cudnn_and_by_flash(
+    kernel: str, rows: int, heads: int, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert attention_kernels.has_cudnn_backward()
+    leaves = qkv(rows, 333, heads, keys, size_of(kernel))
+    wide = [x.double().requires_grad_() for x in leaves]
+    for x in leaves:
+        x.requires_grad_()
+    out = run(*leaves, kernel)
+    dy = torch.randn(out.shape, device=DEVICE).bfloat16()
+    by_cudnn = torch.autograd.grad(out, leaves, dy)
+    monkeypatch.setattr(attention_kernels, "has_cudnn_backward", lambda: False)
+    by_flash = torch.autograd.grad(run(*leaves, kernel), leaves, dy)
+    plain = torch.nn.functional.scaled_dot_product_attention(
+        wide[0], wide[1], wide[2], is_causal=True, enable_gqa=True
+    )
+    wanted = torch.autograd.grad(plain.transpose(1, 2), wide, dy.double())
+    for one, other, theirs in zip(by_cudnn, by_flash, wanted, strict=True):
+        assert (one.double() - theirs).norm() < 1e-2 * theirs.norm()
+        assert (other.double() - theirs).norm() < 1e-2 * theirs.norm()
+        assert one.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.gpu
+def test_importing_flash_attention_keeps_cudnn() -> None:
+    script = (
+        "import torch; from jetrl_compile.kernels import attention_kernels as a\n"
+        "a._fa3_library(); assert torch.backends.cuda.cudnn_sdp_enabled()"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("rows", "queries", "keys"), [(1, 0, 0), (0, 3, 3), (2, 0, 5)])
 def test_empty_batches(kernel: str, rows: int, queries: int, keys: int) -> None:
@@ -230,6 +267,34 @@ def test_sequences_are_found_once_a_forward() -> None:
     )
     assert cached.starts_q.tolist() == [0, 0, 1, 1, 2]
     assert cached.starts_k.tolist() == [0, 1, 4, 5, 8]
+
+
+def test_backward_finds_the_sequences_of_forward() -> None:
+    positions = torch.arange(6)[None].expand(2, 6)
+    find = (2, 6, 6, None)
+    found = find_sequences(*find, positions, positions.device)
+    assert found.are_rows
+    threads = ThreadPoolExecutor(1)
+    same = threads.submit(find_sequences, *find, positions.detach(), positions.device)
+    assert same.result() is found
+    where = positions.data_ptr()
+    del positions
+    packed = torch.arange(3).repeat(2)[None].expand(2, 6)
+    for _ in range(20):  # another tensor, perhaps where the first one was
+        again = torch.empty(1, 6, dtype=torch.int64)
+        if again.data_ptr() == where:
+            break
+    again.copy_(packed[:1])
+    other = find_sequences(*find, again.expand(2, 6), again.device)
+    assert other.starts_q.tolist() == [0, 3, 6, 9, 12]
+    assert not other.are_rows
+
+
+def test_few_answers_are_kept() -> None:
+    masks = [torch.ones(1, 4, dtype=torch.bool) for _ in range(20)]
+    found = [find_sequences(1, 4, 4, mask, None, mask.device) for mask in masks]
+    assert find_sequences(1, 4, 4, masks[-1], None, masks[-1].device) is found[-1]
+    assert find_sequences(1, 4, 4, masks[0], None, masks[0].device) is not found[0]
 
 
 def test_which_kernel() -> None:
