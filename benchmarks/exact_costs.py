@@ -16,6 +16,7 @@ or was not measured. What it costs the trainer:
 
 import json
 import tempfile
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, NamedTuple
@@ -87,14 +88,16 @@ def main(
         for one, mode in list(usable):  # the batch that is measured
             _ask(usable, one, mode, 8)
         found = {"model": model, "layers": config.num_hidden_layers}
-        for done in range(1, rounds + 1):
-            for one, mode in list(usable):
+        for one, done in product(cases, range(1, rounds + 1)):
+            for mode in MODES:
+                if (one, mode) not in usable:
+                    continue
                 rate = _ask(usable, one, mode, one.tokens)
                 if rate is not None:
                     samples[one.name].setdefault(mode, []).append(rate)
             # After each round: what was measured stays if the next one fails.
             output.write_text(json.dumps({**found, "samples": samples}))
-            typer.echo(f"{done} of {rounds} rounds")
+            typer.echo(f"{done} of {rounds} rounds: {told(one, samples[one.name])[0]}")
         for worker in workers.values():
             worker.stop()
     good = True
