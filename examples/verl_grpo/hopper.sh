@@ -7,8 +7,8 @@
 # verl as it comes: verl_bf16, and verl_fp8 with verl's own FP8 rollouts. May be set:
 # GPUS (all), STEPS (60), BATCH (32 prompts), RESPONSE (1024 tokens), MICRO (8 sequences
 # a GPU), MEMORY (0.4 of a GPU for vLLM), TASK (letter_counting), SEED (0), LEVEL (3),
-# WIRE (bf16 or fp8), EXACT (0; 1: exact mode, for jetrl and jetrl_paper), KL (False;
-# True: a reference model), SAVE (10 steps), PYTHON.
+# WIRE (bf16 or fp8), EXACT (1: jetrl and jetrl_paper run exact mode; 0: they do not), KL
+# (False; True: a reference model), SAVE (10 steps), PYTHON.
 #
 # FSDP2 shards the trainer over all GPUs; every GPU has a rollout replica of its own. Run
 # it again to resume from the last checkpoint: each part of a run has a log of its own in
@@ -57,7 +57,7 @@ case $recipe in
       "+$hf.override_config.jetrl_reports=$folder/reports"
     )
     # The attention of exact mode takes sequences without padding.
-    [ "${EXACT:-0}" = 1 ] && attention=jetrl_exact packed=True &&
+    [[ $recipe = jetrl* && ${EXACT:-1} = 1 ]] && attention=jetrl_exact packed=True &&
       options+=("+$hf.override_config.jetrl_exact=True")
     # A recipe without FP8 rollouts runs vLLM as it comes.
     [ "$recipe" = bf16 ] || options+=(

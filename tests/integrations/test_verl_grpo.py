@@ -187,7 +187,10 @@ def test_sdpa_in_the_place_of_exact_attention_stops_the_run(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("recipe", "exact"),
-    [("rollout_only", "0"), ("bf16", "0"), ("verl_fp8", "0"), ("jetrl", "1")],
+    [
+        *[(recipe, "") for recipe in ("rollout_only", "bf16", "verl_fp8", "jetrl")],
+        ("jetrl", "0"),
+    ],
 )
 def test_verl_accepts_the_options_of_hopper(
     tmp_path: Path, recipe: str, exact: str
@@ -205,6 +208,7 @@ def test_verl_accepts_the_options_of_hopper(
         (run / name).parent.mkdir(parents=True)
         (run / name).touch()
     environment = {**os.environ, "PYTHON": str(python), "GPUS": "2", "EXACT": exact}
+    is_exact = recipe == "jetrl" and exact != "0"
     done = subprocess.run(
         ["bash", str(HOPPER), "smollm2", recipe, str(run), "trainer.save_freq=5"],
         env=environment,
@@ -235,8 +239,8 @@ def test_verl_accepts_the_options_of_hopper(
     assert settings.on_violation == ("warn" if recipe == "rollout_only" else "stop")
     assert settings.reports == run / "reports"
     assert (settings.level, settings.wire) == (3, "bf16")
-    assert settings.exact == parts.model.use_remove_padding == (exact == "1")
-    attention = "jetrl_exact" if exact == "1" else "sdpa"
+    assert settings.exact == parts.model.use_remove_padding == is_exact
+    attention = "jetrl_exact" if is_exact else "sdpa"
     assert override["attn_implementation"] == attention
     wanted = {"recipe": recipe}
     assert vllm == (
