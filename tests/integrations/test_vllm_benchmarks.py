@@ -263,3 +263,14 @@ def test_what_exact_mode_is_told_to_be(module: Any) -> None:
     assert not told({**found, "equal": 7, "largest": 0.5})[1]
     assert told("not contained: 1 difference")[1] is False
     assert told([1.0, 2.5]) == ("1, 2.5", True)
+
+
+def test_what_is_wrong_with_a_cached_engine(module: Any) -> None:
+    judge = module("vllm_cached").judge
+    good = "contained (levels 1, 2, 3 passed)"
+    first, second = (good, 3, "a"), (good, 0, "a")
+    assert judge([first, second]) == ""
+    assert "again" in judge([first, first])
+    assert "nothing" in judge([second, second])
+    assert "differ" in judge([first, (good, 0, "b")])
+    assert judge([first, ("not contained (level 2)", 0, "a")]) == "not contained"
