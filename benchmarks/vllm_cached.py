@@ -5,13 +5,13 @@
 Needs a Hopper GPU and vLLM 0.24. Two processes, one after the other, load the same
 checkpoint with seeded random weights and share a compile cache that is empty at first.
 Each checks levels 1 to 3 against a trainer, and says how many compiled pieces the pass
-ran on: the second must have none, and be contained all the same. Prints a line for each;
-exits with 1 if one is wrong.
+ran on: the second must have none, and be contained all the same. Prints a line for
+each; exits with 1 if one is wrong.
 """
 
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from vllm_engines import Failed, Worker, cache_bytes, make_llm, write_config
@@ -43,7 +43,8 @@ def load(folder: str, model: str, layers: int) -> tuple[str, int, str]:
         max_num_batched_tokens=TOKENS,
         compilation_config={"cudagraph_capture_sizes": [1, 4]},
     )
-    trainer = AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16").cuda()
+    read: Any = AutoModelForCausalLM.from_pretrained
+    trainer = read(folder, dtype="bfloat16").cuda()
     report = check_engine(llm, trainer)
     for one in report.differences:
         print(one.level, one.operator, one.attribute, one.message)
