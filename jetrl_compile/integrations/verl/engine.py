@@ -98,10 +98,13 @@ class JetRLEngine(FSDPEngineWithLMHead):
             self.sync = WeightSync(settings, train, layers, self.rank, shell)
             set_current(self.sync)
         given = self.engine_config
-        if given.forward_only and not _has_accelerator():
+        resident = settings.resident_reference or not _has_accelerator()
+        if given.forward_only and resident:
             # verl keeps a reference model's parameters in pinned memory of the host,
-            # which torch has with an accelerator only. They are on the host anyway.
+            # which torch has with an accelerator only; on a CPU they are there anyway.
             self.engine_config = dataclasses.replace(given, forward_only=False)
+            for parameter in module.parameters():  # as FSDP2 gathers them; buffers stay
+                parameter.data = parameter.data.to(torch.bfloat16)
         try:
             return super()._build_fsdp_module(module)  # type: ignore[no-any-return]
         finally:

@@ -38,6 +38,8 @@ class Settings:
             "fp8", as codes and scales.
         exact: Whether a token has the same log-prob, bit for bit, in the rollout and in
             the trainer's forward.
+        resident_reference: Whether a reference model's parameters stay on the GPU; verl
+            keeps them on the host, and copies them for every micro-batch.
     """
 
     recipe: Recipe
@@ -49,6 +51,7 @@ class Settings:
     cache_weights: bool = False
     wire: str = "bf16"
     exact: bool = False
+    resident_reference: bool = False
 
     @property
     def backend_options(self) -> dict[str, Any]:
@@ -105,6 +108,11 @@ def read_settings(override_config: Mapping[str, Any] | None) -> Settings:
         ("wire", chosen.wire in WIRES, " or ".join(WIRES)),
         ("cache_weights", chosen.cache_weights in (True, False), "True or False"),
         ("exact", isinstance(chosen.exact, bool), "True or False"),
+        (
+            "resident_reference",
+            isinstance(chosen.resident_reference, bool),
+            "True or False",
+        ),
     ):
         if not good:
             raise RecipeError(
