@@ -92,11 +92,18 @@ def test_built_in_shapes() -> None:
         ("gate_up", 24576, 4096),
         ("down", 4096, 12288),
     ]
-    billions = {"qwen3-8b": 8.19, "qwen3-32b": 32.8, "qwen2.5-7b": 7.6}
+    billions = {
+        "qwen3-4b": 4.02,
+        "qwen3-8b": 8.19,
+        "qwen3-32b": 32.8,
+        "qwen2.5-7b": 7.6,
+    }
     for name in models.BUILT_IN:
         made = models.find_config(name)
         inner = sum(size.n * size.k for size in models.gemm_sizes(made))
-        total = made.num_hidden_layers * inner + 2 * made.vocab_size * made.hidden_size
+        tables = 1 if made.tie_word_embeddings else 2
+        total = made.num_hidden_layers * inner
+        total += tables * made.vocab_size * made.hidden_size
         assert round(total / 1e9, 1) == round(billions.get(name, 8.0), 1), name
     assert len(models.find_config("qwen2.5-7b", layers=3).layer_types) == 3
 

@@ -12,7 +12,7 @@ from torch import nn
 from jetrl_compile.errors import ModelError, one_line
 
 NO_MEMORY = "can't allocate memory"  # in the message of PyTorch's CPU allocator
-_COMMON = {"max_position_embeddings": 40960, "tie_word_embeddings": False}
+_COMMON = {"max_position_embeddings": 40960}
 
 
 def _shape(
@@ -23,6 +23,7 @@ def _shape(
     heads: int,
     key_heads: int,
     vocabulary: int,
+    tied: bool = False,
 ) -> dict[str, Any]:
     return {
         "model_type": kind,
@@ -32,6 +33,7 @@ def _shape(
         "num_attention_heads": heads,
         "num_key_value_heads": key_heads,
         "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
         **({"head_dim": 128} if kind == "qwen3" else {}),
         **_COMMON,
     }
@@ -39,6 +41,7 @@ def _shape(
 
 # Source: the config.json of each model on Hugging Face.
 BUILT_IN: dict[str, dict[str, Any]] = {
+    "qwen3-4b": _shape("qwen3", 2560, 9728, 36, 32, 8, 151936, tied=True),
     "qwen3-8b": _shape("qwen3", 4096, 12288, 36, 32, 8, 151936),
     "qwen3-32b": _shape("qwen3", 5120, 25600, 64, 64, 8, 151936),
     "llama3.1-8b": _shape("llama", 4096, 14336, 32, 32, 8, 128256),

@@ -54,7 +54,7 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="qwen3-8b, qwen3-32b, llama3.1-8b, qwen2.5-7b, or a config folder.",
+        help="qwen3-4b, qwen3-8b, qwen3-32b, llama3.1-8b, qwen2.5-7b, or a folder.",
     ),
 ]
 OnDevice = Annotated[Device, typer.Option(help="Where to measure.")]

@@ -265,6 +265,22 @@ def test_what_exact_mode_is_told_to_be(module: Any) -> None:
     assert told([1.0, 2.5]) == ("1, 2.5", True)
 
 
+def test_phases_are_told(module: Any) -> None:
+    told = module("verl_phases").told
+    names = ("actor update", "old log-prob", "reference")
+    samples = {
+        name: {"verl": [3.6, 4.0, 3.5], "exact": [2.0, 1.9, 2.1]} for name in names
+    }
+    text, good = told(samples, "verl")
+    assert good
+    assert text.count("1.80") == 3
+    samples["actor update"]["exact"] = [2.5]
+    text, good = told(samples, "verl")
+    assert not good
+    assert "1.44   needed 1.54" in text
+    assert told({"reference": {"exact": [1.0]}}, "verl")[1]
+
+
 def test_what_is_wrong_with_a_cached_engine(module: Any) -> None:
     judge = module("vllm_cached").judge
     good = "contained (levels 1, 2, 3 passed)"
