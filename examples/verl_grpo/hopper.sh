@@ -8,7 +8,8 @@
 # GPUS (all), STEPS (60), BATCH (32 prompts), RESPONSE (1024 tokens), MICRO (8 sequences
 # a GPU), MEMORY (0.4 of a GPU for vLLM), TASK (letter_counting), SEED (0), LEVEL (3),
 # WIRE (bf16 or fp8), EXACT (1: jetrl and jetrl_paper run exact mode; 0: they do not), KL
-# (False; True: a reference model), SAVE (10 steps), PYTHON.
+# (False; True: a reference model), RESIDENT (True: its parameters stay on the GPU; False:
+# on the host, as with verl), SAVE (10 steps), PYTHON.
 #
 # FSDP2 shards the trainer over all GPUs; every GPU has a rollout replica of its own. Run
 # it again to resume from the last checkpoint: each part of a run has a log of its own in
@@ -16,7 +17,7 @@
 set -euo pipefail
 
 if [ $# -lt 2 ]; then
-  sed -n '2,16s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+  sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
   exit 2
 fi
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -53,6 +54,7 @@ case $recipe in
       "+$hf.override_config.jetrl_recipe=$recipe"
       "+$hf.override_config.jetrl_level=${LEVEL:-3}"
       "+$hf.override_config.jetrl_wire=${WIRE:-bf16}"
+      "+$hf.override_config.jetrl_resident_reference=${RESIDENT:-True}"
       "+$hf.override_config.jetrl_on_violation=$violation"
       "+$hf.override_config.jetrl_reports=$folder/reports"
     )

@@ -239,6 +239,7 @@ def test_verl_accepts_the_options_of_hopper(
     assert settings.on_violation == ("warn" if recipe == "rollout_only" else "stop")
     assert settings.reports == run / "reports"
     assert (settings.level, settings.wire) == (3, "bf16")
+    assert settings.resident_reference
     assert settings.exact == parts.model.use_remove_padding == is_exact
     attention = "jetrl_exact" if is_exact else "sdpa"
     assert override["attn_implementation"] == attention
