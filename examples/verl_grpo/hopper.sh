@@ -6,10 +6,10 @@
 # MODEL is a folder or "smollm2"; RECIPE is jetrl, jetrl_paper, rollout_only, bf16, or
 # verl as it comes: verl_bf16, and verl_fp8 with verl's own FP8 rollouts. May be set:
 # GPUS (all), STEPS (60), BATCH (32 prompts), RESPONSE (1024 tokens), MICRO (8 sequences
-# a GPU), MEMORY (0.4 of a GPU for vLLM), TASK (letter_counting), SEED (0), LEVEL (3),
-# WIRE (bf16 or fp8), EXACT (1: jetrl and jetrl_paper run exact mode; 0: they do not), KL
-# (False; True: a reference model), RESIDENT (True: its parameters stay on the GPU; False:
-# on the host, as with verl), SAVE (10 steps), PYTHON.
+# a GPU), LR (1e-6), MEMORY (0.4 of a GPU for vLLM), TASK (letter_counting), SEED (0),
+# LEVEL (3), WIRE (bf16 or fp8), EXACT (1: jetrl and jetrl_paper run exact mode; 0: they
+# do not), KL (False; True: a reference model), RESIDENT (True: its parameters stay on the
+# GPU; False: on the host, as with verl), SAVE (10 steps), PYTHON.
 #
 # FSDP2 shards the trainer over all GPUs; every GPU has a rollout replica of its own. Run
 # it again to resume from the last checkpoint: each part of a run has a log of its own in
@@ -89,7 +89,7 @@ unset VLLM_ENABLE_V1_MULTIPROCESSING  # verl's engine is in processes of its own
   $hf.path="$model" +$hf.override_config.attn_implementation=$attention \
   $hf.use_remove_padding=$packed $hf.enable_gradient_checkpointing=True \
   $actor.strategy=fsdp2 $ref.strategy=fsdp2 \
-  $actor.optim.lr=1e-6 $actor.ppo_mini_batch_size="$batch" \
+  $actor.optim.lr="${LR:-1e-6}" $actor.ppo_mini_batch_size="$batch" \
   $actor.ppo_micro_batch_size_per_gpu="$micro" $actor.use_kl_loss="${KL:-False}" \
   $ref.log_prob_micro_batch_size_per_gpu="$micro" \
   $rollout.name=vllm $rollout.n=8 $rollout.tensor_model_parallel_size=1 \
