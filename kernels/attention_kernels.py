@@ -26,7 +26,9 @@ from jetrl_compile.kernels.sequences import Sequences, find_sequences
 KERNELS = ("fa3", "triton", "reference")
 FA3_HEAD_SIZE = 128
 """The head size at which FA3 gives a query the same bits from pages as packed."""
-CUDNN_VERSION = 90501  # from which on gradients of any strides are taken
+CUDNN_VERSION = 90501  # from which on PyTorch hands it gradients of any strides
+CUDNN_HEAD_SIZE = 128
+"""The largest head size of which cuDNN computes gradients in all these versions."""
 _FA3 = "vllm.vllm_flash_attn.flash_attn_interface"
 
 
@@ -107,14 +109,18 @@ def attention_backward(
     """
     if not q.numel():
         return _by_tokens(*(torch.zeros_like(x) for x in (q, k, v)))
+    dy = dy.contiguous()  # the gradient of a sum has strides of 0
     if kernel == "reference":
         return _by_tokens(
             *reference_exact.attention_backward(dy, q, k, v, mask, positions, scale)
         )
     rows, _, queries, _ = q.shape
     found = find_sequences(rows, queries, k.shape[2], mask, positions, q.device)
-    if found.are_rows and has_cudnn_backward():
-        return _by_tokens(*_cudnn_backward(dy, q, k, v, out, lse, scale))
+    if found.are_rows and fits_cudnn(*q.shape) and has_cudnn_backward():
+        # PyTorch keeps cuDNN's graphs by the strides of q, k and v, and asks neither
+        # for those of dy nor of out (torch 2.11): all have one order here.
+        ordered = _by_tokens(q, k, v)
+        return _by_tokens(*_cudnn_backward(dy, *ordered, out, lse, scale))
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of no dropout
     grads = torch.ops.aten._flash_attention_backward(
         dy.reshape(-1, *dy.shape[2:]),
@@ -151,6 +157,19 @@ def has_cudnn_backward() -> bool:
     return not deterministic and (version or 0) >= CUDNN_VERSION and not no_hopper()
 
 
+def fits_cudnn(rows: int, heads: int, queries: int, size: int) -> bool:
+    """Return whether cuDNN computes gradients of q of this shape.
+
+    Source: `check_cudnn_tensor_shapes` of PyTorch, which the operator does not ask.
+    """
+    return (
+        max(rows, heads) < 65536
+        and queries > 1
+        and size <= CUDNN_HEAD_SIZE
+        and size % 8 == 0
+    )
+
+
 def _cudnn_backward(
     dy: Tensor,
     q: Tensor,
@@ -160,7 +179,17 @@ def _cudnn_backward(
     lse: Tensor,
     scale: float,
 ) -> Any:
-    """Run cuDNN's backward; dy and out are (B, L, H, D), the rest (B, H, L, D)."""
+    """Run cuDNN's backward.
+
+    Args:
+        dy: (B, L, Hq, D), contiguous, as out is.
+        q: (B, Hq, L, D), in the order of (B, L, Hq, D), as k and v are.
+        k: (B, Hkv, L, D).
+        v: (B, Hkv, L, D).
+        out: The result.
+        lse: The log-sum-exp, (B, Hq, L), contiguous.
+        scale: What q k^T was multiplied by.
+    """
     none = torch.zeros((), dtype=torch.int64, device=q.device)  # of no dropout
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         dy.transpose(1, 2),
@@ -182,14 +211,17 @@ def _cudnn_backward(
     )
 
 
-def _by_tokens(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Bring gradients of (B, H, L, D) into the order of (B, L, H, D)."""
-    return in_token_order(dq), in_token_order(dk), in_token_order(dv)
+def _by_tokens(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Bring three of (B, H, L, D) into the order of (B, L, H, D)."""
+    return in_token_order(q), in_token_order(k), in_token_order(v)
 
 
 def in_token_order(x: Tensor) -> Tensor:
     """Return (B, H, L, D) in the memory order of (B, L, H, D), copied if it is not."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
+    turned = x.transpose(1, 2)
+    if not x.numel():  # contiguous, whatever its strides
+        turned = turned.new_empty(turned.shape)
+    return turned.contiguous().transpose(1, 2)
 
 
 def _packed(x: Tensor) -> Tensor:

@@ -3,20 +3,19 @@
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from jetrl_compile.errors import PrecisionFlowError, ProviderError
 from jetrl_compile.kernels import attention_kernels, reference_exact, triton_common
-from jetrl_compile.kernels.attention_ops import attention
-from jetrl_compile.kernels.sequences import find_sequences
+from jetrl_compile.kernels.attention_ops import attention, attention_backward
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -213,6 +212,100 @@ def test_gradients_by_cudnn_and_by_flash(
         assert one.transpose(1, 2).is_contiguous()
 
 
+def by_stride_order(x: Tensor) -> list[int]:
+    """Strides of the dimensions that have more than one element."""
+    strides = zip(x.shape, x.stride(), strict=True)
+    return [stride for count, stride in strides if count != 1]
+
+
+@pytest.mark.skipif(
+    triton_common.triton_missing() is not None, reason="runs Triton's kernel"
+)
+def test_cudnn_gets_one_memory_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    # PyTorch finds cuDNN's graph by the strides of q, k and v alone.
+    seen = []
+
+    def backward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        seen.append([by_stride_order(x) for x in given[:-1]])
+        return torch.empty_like(given[1]), given[2].clone(), given[3].clone()
+
+    monkeypatch.setattr(attention_kernels, "has_cudnn_backward", lambda: True)
+    monkeypatch.setattr(attention_kernels, "_cudnn_backward", backward)
+    q, k, v = qkv(2, 5, 4, 2)
+    wide = q.new_zeros(2, 4, 5, 65)
+    wide[..., :64] = q
+    for other in (q, q.contiguous(), wide[..., :64], q[:, :1].expand_as(q)):
+        leaves = (other.detach().requires_grad_(), k, v)
+        for out in (run(*leaves, "triton").sum(), run(*leaves, "triton")[0, 0].sum()):
+            (dq,) = torch.autograd.grad(out, leaves[0])
+            assert dq.shape == q.shape
+    assert len(seen) == 8
+    assert all(one == seen[0] for one in seen)
+
+
+@pytest.mark.parametrize("kernel", KERNELS[1:])
+def test_gradients_of_one_token(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # cuDNN has no kernel for them, and not everywhere one for larger heads.
+    monkeypatch.setattr(attention_kernels, "has_cudnn_backward", lambda: True)
+    fits = attention_kernels.fits_cudnn
+    assert fits(2, 4, 2, 64)
+    assert fits(1, 1, 8192, 128)
+    assert not fits(2, 4, 1, 64)
+    assert not fits(2, 4, 2, 256)
+    assert not fits(2, 4, 2, 100)
+    assert not fits(65536, 4, 2, 64)
+    if not ON_GPU:
+        return
+    leaves = qkv(3, 1, 4, 2, size_of(kernel))
+    for x in leaves:
+        x.requires_grad_()
+    dq, dk, dv = torch.autograd.grad(run(*leaves, kernel).sum(), leaves)
+    assert torch.equal(dv, torch.full_like(dv, 2.0))
+    assert dq.abs().max() < 0.05
+    assert dk.abs().max() < 0.05
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 1, 1, 1, 1),
+        (2, 4, 2, 5, 5),
+        (1, 4, 4, 3, 7),
+        (3, 2, 2, 0, 0),
+        (2, 4, 2, 0, 5),
+    ],
+)
+def test_traced_strides_are_those_that_come(
+    kernel: str, shape: tuple[int, ...]
+) -> None:
+    rows, heads, groups, queries, keys = shape
+    if kernel != "reference" and not (ON_GPU or not rows * queries):
+        return
+    size = size_of(kernel)
+
+    def orders(number: int, length: int) -> list[Tensor]:
+        x = torch.randn(rows, length, number, size, device=DEVICE).bfloat16()
+        plain = x.transpose(1, 2)
+        return [plain, plain.contiguous(), plain[:, :1].expand_as(plain)]
+
+    for q in orders(heads, queries):
+        for k in orders(groups, keys):
+            inputs = (q, k, k.clone(), None, None, 0.125, kernel)
+            results = attention(*inputs)
+            dy = torch.randn(results[0].shape, device=DEVICE).bfloat16()
+            args = (dy, *inputs[:3], *results, *inputs[3:])
+            made = (*results, *attention_backward(*args))
+            with FakeTensorMode() as mode:
+                args = tuple(
+                    mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args
+                )
+                traced = (*attention(*args[1:4], *args[6:]), *attention_backward(*args))
+            for one, other in zip(made, traced, strict=True):
+                assert one.shape == other.shape
+                assert by_stride_order(one) == by_stride_order(other)
+
+
 @pytest.mark.gpu
 def test_importing_flash_attention_keeps_cudnn() -> None:
     script = (
@@ -242,59 +335,6 @@ def test_registration() -> None:
     torch.library.opcheck(
         attention, args, test_utils=("test_schema", "test_faketensor")
     )
-
-
-def test_sequences_are_found_once_a_forward() -> None:
-    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]]).bool()
-    found = find_sequences(2, 4, 4, mask, None, mask.device)
-    assert found.starts_q.tolist() == [0, 2, 4, 7, 8]
-    assert found.longest_q == 3
-    assert find_sequences(2, 4, 4, mask, None, mask.device) is found
-    mask[0] = True
-    assert find_sequences(2, 4, 4, mask, None, mask.device).starts_q.tolist() == [
-        0,
-        4,
-        7,
-        8,
-    ]
-    with torch.inference_mode():
-        mask = torch.tensor([[1, 1]]).bool()
-        assert find_sequences(1, 2, 2, mask, None, mask.device).longest_q == 2
-        mask[0, 0] = False
-        assert find_sequences(1, 2, 2, mask, None, mask.device).longest_q == 1
-    cached = find_sequences(
-        2, 1, 4, torch.tensor([[0, 1, 1, 1]] * 2), None, mask.device
-    )
-    assert cached.starts_q.tolist() == [0, 0, 1, 1, 2]
-    assert cached.starts_k.tolist() == [0, 1, 4, 5, 8]
-
-
-def test_backward_finds_the_sequences_of_forward() -> None:
-    positions = torch.arange(6)[None].expand(2, 6)
-    find = (2, 6, 6, None)
-    found = find_sequences(*find, positions, positions.device)
-    assert found.are_rows
-    threads = ThreadPoolExecutor(1)
-    same = threads.submit(find_sequences, *find, positions.detach(), positions.device)
-    assert same.result() is found
-    where = positions.data_ptr()
-    del positions
-    packed = torch.arange(3).repeat(2)[None].expand(2, 6)
-    for _ in range(20):  # another tensor, perhaps where the first one was
-        again = torch.empty(1, 6, dtype=torch.int64)
-        if again.data_ptr() == where:
-            break
-    again.copy_(packed[:1])
-    other = find_sequences(*find, again.expand(2, 6), again.device)
-    assert other.starts_q.tolist() == [0, 3, 6, 9, 12]
-    assert not other.are_rows
-
-
-def test_few_answers_are_kept() -> None:
-    masks = [torch.ones(1, 4, dtype=torch.bool) for _ in range(20)]
-    found = [find_sequences(1, 4, 4, mask, None, mask.device) for mask in masks]
-    assert find_sequences(1, 4, 4, masks[-1], None, masks[-1].device) is found[-1]
-    assert find_sequences(1, 4, 4, masks[0], None, masks[0].device) is not found[0]
 
 
 def test_which_kernel() -> None:

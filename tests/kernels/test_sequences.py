@@ -1,0 +1,60 @@
+"""Where sequences begin, and that what was found is never that of other tensors."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from jetrl_compile.kernels.sequences import find_sequences
+
+
+def test_sequences_are_found_once_a_forward() -> None:
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]]).bool()
+    found = find_sequences(2, 4, 4, mask, None, mask.device)
+    assert found.starts_q.tolist() == [0, 2, 4, 7, 8]
+    assert found.longest_q == 3
+    assert find_sequences(2, 4, 4, mask, None, mask.device) is found
+    mask[0] = True
+    assert find_sequences(2, 4, 4, mask, None, mask.device).starts_q.tolist() == [
+        0,
+        4,
+        7,
+        8,
+    ]
+    with torch.inference_mode():
+        mask = torch.tensor([[1, 1]]).bool()
+        assert find_sequences(1, 2, 2, mask, None, mask.device).longest_q == 2
+        mask[0, 0] = False
+        assert find_sequences(1, 2, 2, mask, None, mask.device).longest_q == 1
+    cached = find_sequences(
+        2, 1, 4, torch.tensor([[0, 1, 1, 1]] * 2), None, mask.device
+    )
+    assert cached.starts_q.tolist() == [0, 0, 1, 1, 2]
+    assert cached.starts_k.tolist() == [0, 1, 4, 5, 8]
+
+
+def test_backward_finds_the_sequences_of_forward() -> None:
+    positions = torch.arange(6)[None].expand(2, 6)
+    find = (2, 6, 6, None)
+    found = find_sequences(*find, positions, positions.device)
+    assert found.are_rows
+    threads = ThreadPoolExecutor(1)
+    same = threads.submit(find_sequences, *find, positions.detach(), positions.device)
+    assert same.result() is found
+    where = positions.data_ptr()
+    del positions
+    packed = torch.arange(3).repeat(2)[None].expand(2, 6)
+    for _ in range(20):  # another tensor, perhaps where the first one was
+        again = torch.empty(1, 6, dtype=torch.int64)
+        if again.data_ptr() == where:
+            break
+    again.copy_(packed[:1])
+    other = find_sequences(*find, again.expand(2, 6), again.device)
+    assert other.starts_q.tolist() == [0, 3, 6, 9, 12]
+    assert not other.are_rows
+
+
+def test_few_answers_are_kept() -> None:
+    masks = [torch.ones(1, 4, dtype=torch.bool) for _ in range(20)]
+    found = [find_sequences(1, 4, 4, mask, None, mask.device) for mask in masks]
+    assert find_sequences(1, 4, 4, masks[-1], None, masks[-1].device) is found[-1]
+    assert find_sequences(1, 4, 4, masks[0], None, masks[0].device) is not found[0]
