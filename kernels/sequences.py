@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from jetrl_compile.errors import ProviderError
+
 
 @dataclass(frozen=True)
 class Sequences:
@@ -54,6 +56,8 @@ def find_sequences(
 ) -> Sequences:
     """Return the sequences of a batch; answers are kept while their tensors live.
 
+    Writes that PyTorch does not count, into `.data` or through NumPy, are not seen.
+
     Args:
         rows: B.
         queries: L, queries a row.
@@ -61,12 +65,23 @@ def find_sequences(
         mask: (B, S), bool: which keys are tokens; None: all.
         positions: (B, L), integer, read where S = L; None: a row is one sequence.
         device: Of the result.
+
+    Raises:
+        ProviderError: A CUDA graph is being captured, which would replay this answer.
     """
     find = _of_batch if queries == keys else _of_cache
-    if any(t is not None and t.is_inference() for t in (mask, positions)):
-        # Whether such a tensor was written to is not known.
+    capturing = device.type == "cuda" and _is_capturing()
+    if capturing and find is _of_batch:
+        raise ProviderError(
+            "exact attention cannot be captured in a CUDA graph: it finds the "
+            "sequences of a batch on the CPU; run the model without CUDA graphs"
+        )
+    if capturing or any(t is not None and t.is_inference() for t in (mask, positions)):
+        # Whether an inference tensor was written to is not known.
         return find(rows, queries, keys, mask, positions, device)
-    key = (rows, queries, keys, device, _contents(mask), _contents(positions))
+    # Another stream might read an answer before it is written, or after it is freed.
+    size = (rows, queries, keys)
+    key = (*size, device, _stream(device), _contents(mask), _contents(positions))
     with _lock:
         kept = _kept.get(key)
         if kept is not None and not any(one.expired() for one in kept[0]):
@@ -80,6 +95,17 @@ def find_sequences(
         while len(_kept) > _MOST_KEPT:
             _kept.popitem(last=False)
     return found
+
+
+def _is_capturing() -> bool:
+    return bool(torch.cuda.is_current_stream_capturing())
+
+
+def _stream(device: torch.device) -> int:
+    """Return the current stream of a device."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.current_stream(device).cuda_stream)
 
 
 def _contents(tensor: Tensor | None) -> Hashable:

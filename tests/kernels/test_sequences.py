@@ -2,8 +2,11 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
+from jetrl_compile.errors import ProviderError
+from jetrl_compile.kernels import sequences
 from jetrl_compile.kernels.sequences import find_sequences
 
 
@@ -58,3 +61,38 @@ def test_few_answers_are_kept() -> None:
     found = [find_sequences(1, 4, 4, mask, None, mask.device) for mask in masks]
     assert find_sequences(1, 4, 4, masks[-1], None, masks[-1].device) is found[-1]
     assert find_sequences(1, 4, 4, masks[0], None, masks[0].device) is not found[0]
+
+
+def test_streams_have_answers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    find = (1, 4, 4, mask, None, mask.device)
+    found = []
+    for stream in (1, 2, 2, 1):
+        monkeypatch.setattr(sequences, "_stream", lambda _, stream=stream: stream)
+        found.append(find_sequences(*find))
+    assert found[0] is found[3]
+    assert found[1] is found[2]
+    assert found[0] is not found[1]
+
+
+def test_a_cuda_graph_gets_no_answer_that_was_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(sequences, "_stream", lambda _: 0)
+    monkeypatch.setattr(sequences, "_is_capturing", lambda: False)
+    for name in ("_of_batch", "_of_cache"):  # on the CPU
+        find = getattr(sequences, name)
+        monkeypatch.setattr(
+            sequences, name, lambda *given, find=find: find(*given[:-1], mask.device)
+        )
+    kept = find_sequences(1, 4, 4, mask, None, cuda)  # of a run before it
+    decoding = find_sequences(1, 1, 4, mask, None, cuda)
+    assert find_sequences(1, 4, 4, mask, None, cuda) is kept
+    monkeypatch.setattr(sequences, "_is_capturing", lambda: True)
+    with pytest.raises(ProviderError, match="without CUDA graphs"):
+        find_sequences(1, 4, 4, mask, None, cuda)
+    captured = find_sequences(1, 1, 4, mask, None, cuda)
+    assert captured is not decoding
+    assert captured.starts_k.tolist() == decoding.starts_k.tolist()
