@@ -1,13 +1,21 @@
 """Where sequences begin, and that what was found is never that of other tensors."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from jetrl_compile.errors import ProviderError
-from jetrl_compile.kernels import sequences
+from jetrl_compile.kernels import sequences, triton_common
+from jetrl_compile.kernels.attention_ops import attention
 from jetrl_compile.kernels.sequences import find_sequences
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def test_sequences_are_found_once_a_forward() -> None:
@@ -96,3 +104,30 @@ def test_a_cuda_graph_gets_no_answer_that_was_kept(
     captured = find_sequences(1, 1, 4, mask, None, cuda)
     assert captured is not decoding
     assert captured.starts_k.tolist() == decoding.starts_k.tolist()
+
+
+@pytest.mark.skipif(
+    triton_common.triton_missing() is not None, reason="runs Triton's kernel"
+)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
+@pytest.mark.parametrize("learns", [False, True])
+def test_two_masks_of_one_graph(learns: bool) -> None:
+    # Inductor puts the second into the storage of the first.
+    def attend(q: Tensor, ids: Tensor) -> Tensor:
+        first = ids * 2 - ids
+        x, _ = attention(q, q, q, None, first, 0.125, "triton")
+        second = torch.where(first < 4, first, first - 4) + (x.amax() > 1e6).long()
+        x = x.transpose(1, 2)
+        result: Tensor = attention(x, x, x, None, second, 0.125, "triton")[0]
+        return result
+
+    q = torch.randn(1, 8, 2, 64, device=DEVICE).bfloat16().transpose(1, 2)
+    q.requires_grad_(learns)
+    ids = torch.arange(8, device=DEVICE)[None]
+    compiled = torch.compile(attend, backend="jetrl")
+    wanted, found = attend(q, ids), compiled(q, ids)
+    assert torch.equal(wanted, found)
+    if learns and DEVICE == "cuda":  # the kernel's backward is for GPUs
+        (theirs,) = torch.autograd.grad(wanted.float().sum(), q)
+        (mine,) = torch.autograd.grad(found.float().sum(), q)
+        assert torch.equal(mine, theirs)
