@@ -118,21 +118,26 @@ def test_reference_model(folder: Path, engine: Any) -> None:
     assert torch.cat(trained).mean() > torch.cat(own).mean() + 0.1
 
 
+@pytest.mark.parametrize("offload", ["", "param_offload", "offload_policy"])
 def test_a_reference_model_that_stays_on_the_device(
-    folder: Path, engine: Any, monkeypatch: pytest.MonkeyPatch
+    folder: Path, engine: Any, monkeypatch: pytest.MonkeyPatch, offload: str
 ) -> None:
     # verl would ask for pinned memory, which is not to be had here.
     from jetrl_compile.integrations.verl import engine as engine_module
+    from jetrl_compile.integrations.verl.sync import set_current
 
     monkeypatch.setattr(engine_module, "_has_accelerator", lambda: True)
     config = workers.model_config(folder, jetrl_resident_reference=True)
-    reference = workers.make_engine(config, forward_only=True)
+    asked: Any = {offload: True} if offload else {}
+    reference = workers.make_engine(config, forward_only=True, **asked)
     reference.initialize()
     assert reference.engine_config.forward_only
+    assert not reference.is_param_offload_enabled
     assert {p.dtype for p in reference.module.parameters()} == {torch.bfloat16}
     rows = workers.random_rows()
     masters = workers.make_engine(workers.model_config(folder))  # in FP32
     masters.initialize()
+    set_current(engine.sync)
     own = workers.log_probs(reference, rows)
     for one, other in zip(own, workers.log_probs(masters, rows), strict=True):
         assert torch.equal(one, other)

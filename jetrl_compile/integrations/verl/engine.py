@@ -102,7 +102,10 @@ class JetRLEngine(FSDPEngineWithLMHead):
         if given.forward_only and resident:
             # verl keeps a reference model's parameters in pinned memory of the host,
             # which torch has with an accelerator only; on a CPU they are there anyway.
-            self.engine_config = dataclasses.replace(given, forward_only=False)
+            self.engine_config = dataclasses.replace(
+                given, forward_only=False, offload_policy=False
+            )
+            self._is_offload_param = self._is_offload_optimizer = False
             for parameter in module.parameters():  # as FSDP2 gathers them; buffers stay
                 parameter.data = parameter.data.to(torch.bfloat16)
         try:

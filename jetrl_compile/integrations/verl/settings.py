@@ -38,8 +38,9 @@ class Settings:
             "fp8", as codes and scales.
         exact: Whether a token has the same log-prob, bit for bit, in the rollout and in
             the trainer's forward.
-        resident_reference: Whether a reference model's parameters stay on the GPU; verl
-            keeps them on the host, and copies them for every micro-batch.
+        resident_reference: Whether a reference model's parameters stay on the GPU,
+            whatever verl's offload settings; verl keeps them on the host, and copies
+            them for every micro-batch.
     """
 
     recipe: Recipe
