@@ -236,6 +236,8 @@ def main(
     for name in names:
         if name not in WAYS:
             raise typer.BadParameter(f"{name} is none of {', '.join(WAYS)}")
+    if check and ("verl" not in names or len(names) < 2):
+        raise typer.BadParameter("--check compares other ways with verl: ask for both")
     start()
     with dynamo_for_many_ways():
         samples = measure(model, layers, names, (rows, length, micro), rounds, output)

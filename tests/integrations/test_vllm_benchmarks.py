@@ -281,6 +281,16 @@ def test_phases_are_told(module: Any) -> None:
     assert told({"reference": {"exact": [1.0]}}, "verl")[1]
 
 
+@pytest.mark.parametrize("ways", [["exact"], ["verl"], ["exact", "exact_padded"]])
+def test_phases_are_checked_against_verl_alone(module: Any, ways: list[str]) -> None:
+    app = typer.Typer()
+    app.command()(module("verl_phases").main)
+    asked = [word for way in ways for word in ("--way", way)]
+    done = CliRunner().invoke(app, ["tiny", "--check", *asked])
+    assert done.exit_code == 2
+    assert "ask for both" in done.output
+
+
 def test_what_is_wrong_with_a_cached_engine(module: Any) -> None:
     judge = module("vllm_cached").judge
     good = "contained (levels 1, 2, 3 passed)"
