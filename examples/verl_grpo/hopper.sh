@@ -20,6 +20,7 @@ if [ $# -lt 2 ]; then
   sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
   exit 2
 fi
+case ${EXACT:-1} in 0 | 1) ;; *) echo "EXACT is '$EXACT'; use 0 or 1" >&2 && exit 2 ;; esac
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 model=$1 recipe=$2
 shift 2

@@ -185,6 +185,20 @@ def test_sdpa_in_the_place_of_exact_attention_stops_the_run(tmp_path: Path) -> N
     assert not re.search(r"step:\d+ - ", done.stdout)
 
 
+def test_hopper_takes_no_other_word_for_exact(tmp_path: Path) -> None:
+    done = subprocess.run(  # KL and RESIDENT are True or False
+        ["bash", str(HOPPER), "smollm2", "jetrl", str(tmp_path / "run")],
+        env={**os.environ, "PYTHON": "false", "GPUS": "1", "EXACT": "True"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "EXACT is 'True'; use 0 or 1" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("recipe", "exact"),
     [
