@@ -72,8 +72,8 @@ class WideLayer(nn.Module):
 class MatmulHead:
     """An output head's method in vLLM: `torch.mm` in FP32.
 
-    In BF16 cuBLAS gave all logits of an H200 the bits of exact mode's kernel, and a CPU
-    does too: nothing to find.
+    In BF16 there may be nothing to find: on an H200 cuBLAS gave 48 tokens the log-probs
+    of exact mode's kernel. On a CPU these are rounded once, and have its bits in FP32.
 
     Attributes:
         state: Read by the integration, which puts its own method where there is none.

@@ -76,21 +76,24 @@ class Engines:
     """An actor and a reference model of one way."""
 
     def __init__(
-        self, folder: str, way: Way, rows: list[list[int]], micro: int, extra: Any
+        self, folder: str, way: Way, rows: list[list[int]], micro: int
     ) -> None:
-        library = None if way.plain else LIBRARY
-        given = {"library": library, "packed": way.packed}
-        model = model_config(folder, {**way.override, **extra(way)}, **given)
+        on_gpu = torch.cuda.is_available()
+        override = dict(way.override)
+        if not on_gpu and not way.plain:
+            override["jetrl_lowering"] = "aot"
         more = {"micro": micro, "infer_micro": 2 * micro, "learning_rate": 1e-6}
-        self.actor = make_engine(model, plain=way.plain, optimizer_offload=True, **more)
-        self.actor.initialize()
-        # The settings were taken off the first config, and verl keeps it.
-        model = model_config(folder, {**way.override, **extra(way)}, **given)
-        self.reference = self.actor
-        if not way.plain or torch.cuda.is_available():  # verl's pins memory
-            own = {"plain": way.plain, "forward_only": True}
-            self.reference = make_engine(model, **own, **more)
-            self.reference.initialize()
+
+        def made(**own: Any) -> Any:  # each with a config of its own, as in verl
+            library = None if way.plain else LIBRARY
+            model = model_config(folder, override, library=library, packed=way.packed)
+            engine = make_engine(model, plain=way.plain, **more, **own)
+            engine.initialize()
+            return engine
+
+        self.actor = self.reference = made(optimizer_offload=True)
+        if on_gpu or not way.plain:  # verl's pins memory
+            self.reference = made(forward_only=True)
         batch = {"rows": rows, "packed": way.packed}
         self.train = lambda: make_batch(**batch, micro=micro, entropy=False)
         self.infer = lambda entropy: make_batch(
@@ -182,11 +185,6 @@ def measure(
 ) -> Samples:
     """Time phases in turns; `main` says what the arguments are."""
     rows, length, micro = shape
-
-    def extra(way: Way) -> dict[str, Any]:
-        on_gpu = torch.cuda.is_available()
-        return {} if on_gpu or way.plain else {"jetrl_lowering": "aot"}
-
     samples: Samples = {phase: {name: [] for name in names} for phase in NEEDED}
     with tempfile.TemporaryDirectory() as folder:
         config = write_model(model, layers, Path(folder))
@@ -199,7 +197,7 @@ def measure(
         ids = torch.randint(3, config.vocab_size, size, generator=generator).tolist()
         engines = {}
         for name in names:
-            engines[name] = Engines(folder, WAYS[name], ids, micro, extra)
+            engines[name] = Engines(folder, WAYS[name], ids, micro)
             gc.collect()
             typer.echo(f"{name}: made")
     for phase in NEEDED:

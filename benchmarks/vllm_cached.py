@@ -9,7 +9,9 @@ ran on: the second must have none, and be contained all the same. Prints a line 
 each; exits with 1 if one is wrong.
 """
 
+import hashlib
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,22 +23,23 @@ from vllm_warm_up import Wanted, warm_up
 TOKENS = 128  # of a step
 
 
-def load(folder: str, model: str, layers: int) -> tuple[str, int, str]:
+def load(folder: str, cache: int) -> tuple[str, int, str]:
     """Load an engine and check it.
+
+    Args:
+        folder: With a checkpoint.
+        cache: Bytes of the key/value cache.
 
     Returns:
         The verdict, compiled pieces that the pass ran on, and a digest of the graph.
     """
-    import hashlib
-
     from transformers import AutoModelForCausalLM
 
     from jetrl_compile.integrations.vllm.engine import check_engine, engine_graph
 
-    config = write_config(model, Path(folder), layers)
     llm = make_llm(
         folder,
-        cache_bytes(config, 8, TOKENS),
+        cache,
         quantization="jetrl",
         max_num_seqs=8,
         max_model_len=TOKENS,
@@ -66,17 +69,6 @@ def judge(found: list[tuple[str, int, str]]) -> str:
     return "" if graph == same else "the graphs differ"
 
 
-class Load:
-    """`load` for a process."""
-
-    def __init__(self, folder: str, model: str, layers: int) -> None:
-        self.given = (folder, model, layers)
-
-    def __call__(self) -> tuple[str, int, str]:
-        """Load and check."""
-        return load(*self.given)
-
-
 def main(
     model: Annotated[str, typer.Argument(help="A built-in shape.")] = "qwen3-8b",
     layers: Annotated[int, typer.Option(help="Layers to keep.")] = 2,
@@ -91,8 +83,8 @@ def main(
         for name in ("compiled", "cached"):
             log = logs / f"{name}_{model}.log" if logs else None
             cache = {"VLLM_CACHE_ROOT": kept, "TORCHINDUCTOR_CACHE_DIR": f"{kept}/i"}
-            given = (folder, model, layers)
-            worker = Worker(name, Load, *given, log=log, environment=cache)
+            given = (load, folder, cache_bytes(config, 8, TOKENS))
+            worker = Worker(name, partial, *given, log=log, environment=cache)
             worker.send()
             try:
                 worker.wait()

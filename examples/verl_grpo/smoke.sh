@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Does verl with vLLM work here? Three steps of GRPO on one GPU, two minutes a run.
+# Does verl with vLLM work here? Three steps of GRPO on one GPU; it may take five
+# minutes to start.
 #
 #   smoke.sh FOLDER [RUN ...]
 #
 # RUN: jetrl (default), jetrl_fp8wire, jetrl_exact, verl_bf16 or verl_fp8. A random model
 # of four layers, and few questions of reasoning-gym, or DATA (a folder with train.parquet
 # and val.parquet). PROVIDERS ([scaled_mm,triton]; "" for the default order, which compiles
-# DeepGEMM's kernels first), LIMIT (300 seconds a run), OPTIONS (of verl) and PYTHON may be
+# DeepGEMM's kernels first), LIMIT (900 seconds a run), OPTIONS (of verl) and PYTHON may be
 # set. Prints what was checked and how long phases took; logs stay in FOLDER.
 set -euo pipefail
 
 if [ $# -lt 1 ]; then
-  sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+  sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
   exit 2
 fi
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -46,7 +47,7 @@ for name in "${@:-jetrl}"; do
   rm -rf "$run" && mkdir -p "$run/data" && cp "$folder"/data/*.parquet "$run/data"
   status=0
   WIRE=$wire EXACT=$exact GPUS=1 STEPS=3 BATCH=8 RESPONSE=64 MICRO=16 KL=True SAVE=-1 \
-    timeout --kill-after=5 "${LIMIT:-300}" bash "$here/hopper.sh" "$folder/model" \
+    timeout --kill-after=5 "${LIMIT:-900}" bash "$here/hopper.sh" "$folder/model" \
     "$recipe" "$run" trainer.resume_mode=disable 'trainer.logger=["console","file"]' \
     actor_rollout_ref.rollout.cudagraph_capture_sizes='[1,8,64]' \
     actor_rollout_ref.rollout.ignore_eos=True actor_rollout_ref.rollout.n=4 \

@@ -12,7 +12,6 @@ from torch import nn
 from jetrl_compile.errors import ModelError, one_line
 
 NO_MEMORY = "can't allocate memory"  # in the message of PyTorch's CPU allocator
-_COMMON = {"max_position_embeddings": 40960}
 
 
 def _shape(
@@ -35,7 +34,7 @@ def _shape(
         "vocab_size": vocabulary,
         "tie_word_embeddings": tied,
         **({"head_dim": 128} if kind == "qwen3" else {}),
-        **_COMMON,
+        "max_position_embeddings": 40960,
     }
 
 
