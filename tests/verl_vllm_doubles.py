@@ -79,10 +79,9 @@ def vllm_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patched:
         patched.setattr(importlib.metadata, "version", version)
         patched.setattr(sys, "meta_path", [AnyModules(CONTENTS), *sys.meta_path])
-        patched.setattr(
-            "ray.get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: "t")
-        )
-        patched.setenv("VERL_RAY_JOB_ID", "t")
+        context = SimpleNamespace(get_job_id=lambda: "t", gcs_address="host:1")
+        patched.setattr("ray.get_runtime_context", lambda: context)
+        patched.setenv("VERL_RAY_JOB_ID", "t-host-1")
         patched.setenv("VERL_REPLICA_RANK", "0")
         patched.setenv("RANK", "0")
         patched.setenv("RAY_LOCAL_WORLD_SIZE", "1")

@@ -18,6 +18,7 @@ from jetrl_compile.integrations.verl.sync import (
     current_sync,
     expect_nothing,
 )
+from jetrl_compile.integrations.verl_vllm.channel import of_run
 from jetrl_compile.integrations.verl_vllm.config import runs_jetrl
 from jetrl_compile.integrations.verl_vllm.documents import config_document
 from jetrl_compile.integrations.vllm.engine import exact_on_device, on_device
@@ -33,11 +34,13 @@ class ServerAdapter(VerlAdapter):
     """
 
     server_handle: Any
+    zmq_handle: str
     config: Any
     model_config: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.zmq_handle = of_run(self.zmq_handle)
         self.settings: Settings = read_settings(self.model_config.override_config)
         self._runs_jetrl = runs_jetrl(self.config, self.settings)
         self._knows_layout = self._is_prepared = False

@@ -1,5 +1,6 @@
 """verl's vLLM server and replica, whose RPCs answer and whose weights are whole."""
 
+import os
 from typing import Any
 
 import ray
@@ -10,6 +11,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import (
 
 from jetrl_compile.errors import RefitError
 from jetrl_compile.integrations.verl.settings import Settings, read_settings, take_off
+from jetrl_compile.integrations.verl_vllm.channel import VARIABLE, name_of_run
 from jetrl_compile.integrations.verl_vllm.config import runs_jetrl, set_defaults
 
 EXTENSION = "jetrl_compile.integrations.verl_vllm.worker.WorkerExtension"
@@ -31,6 +33,7 @@ class Server(vLLMHttpServer):
 
     def _init_model_config(self, model_config: Any) -> Any:
         """Read the settings, and take them off the Hugging Face config."""
+        os.environ[VARIABLE] = name_of_run()  # vLLM's workers inherit it
         made = super()._init_model_config(model_config)
         self._settings = read_settings(made.override_config)
         take_off(made.hf_config)

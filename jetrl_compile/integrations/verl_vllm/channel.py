@@ -1,0 +1,29 @@
+"""The socket over which weights reach vLLM's workers: of one run, not of one host.
+
+verl names it after Ray's job, so that runs on one host do not meet. A run that starts a
+Ray cluster of its own is always that cluster's first job, and two such runs would send
+their weights to each other.
+"""
+
+import re
+
+import ray
+
+VARIABLE = "VERL_RAY_JOB_ID"  # where verl's extension of vLLM's workers reads the name
+
+
+def name_of_run() -> str:
+    """Return what the socket is named after: Ray's job, and its cluster's address."""
+    context = ray.get_runtime_context()
+    name = f"{context.get_job_id()}-{context.gcs_address}"
+    return re.sub(r"[^A-Za-z0-9.]+", "-", name)
+
+
+def of_run(handle: str) -> str:
+    """Return verl's handle of the socket with the name of this run.
+
+    Args:
+        handle: As verl makes it, with the name of Ray's job.
+    """
+    job: str = ray.get_runtime_context().get_job_id()
+    return handle.replace(f"-{job}-", f"-{name_of_run()}-", 1)
