@@ -9,7 +9,8 @@
 # a GPU), LR (1e-6), MEMORY (0.4 of a GPU for vLLM), TASK (letter_counting), SEED (0),
 # LEVEL (3), WIRE (bf16 or fp8), EXACT (1: jetrl and jetrl_paper run exact mode; 0: they
 # do not), KL (False; True: a reference model), RESIDENT (True: its parameters stay on the
-# GPU; False: on the host, as with verl), SAVE (10 steps), PYTHON.
+# GPU; False: on the host, as with verl), SAVE (10 steps), WARM (1: DeepGEMM's kernels are
+# compiled first; 0: where they are first used, seconds each), PYTHON.
 #
 # FSDP2 shards the trainer over all GPUs; every GPU has a rollout replica of its own. Run
 # it again to resume from the last checkpoint: each part of a run has a log of its own in
@@ -17,10 +18,12 @@
 set -euo pipefail
 
 if [ $# -lt 2 ]; then
-  sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+  sed -n '2,18s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
   exit 2
 fi
-case ${EXACT:-1} in 0 | 1) ;; *) echo "EXACT is '$EXACT'; use 0 or 1" >&2 && exit 2 ;; esac
+for name in EXACT WARM; do
+  case ${!name:-1} in 0 | 1) ;; *) echo "$name is '${!name}'; use 0 or 1" >&2 && exit 2 ;; esac
+done
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 model=$1 recipe=$2
 shift 2
@@ -42,7 +45,7 @@ fi
 
 hf=actor_rollout_ref.model actor=actor_rollout_ref.actor
 rollout=actor_rollout_ref.rollout ref=actor_rollout_ref.ref
-options=() attention=sdpa packed=False
+options=() attention=sdpa packed=False warm=()
 case $recipe in
   verl_bf16) ;;
   verl_fp8) options+=("$rollout.quantization=fp8") ;;
@@ -59,14 +62,15 @@ case $recipe in
       "+$hf.override_config.jetrl_on_violation=$violation"
       "+$hf.override_config.jetrl_reports=$folder/reports"
     )
-    # The attention of exact mode takes sequences without padding.
-    [[ $recipe = jetrl* && ${EXACT:-1} = 1 ]] && attention=jetrl_exact packed=True &&
-      options+=("+$hf.override_config.jetrl_exact=True")
     # A recipe without FP8 rollouts runs vLLM as it comes.
-    [ "$recipe" = bf16 ] || options+=(
+    [ "$recipe" = bf16 ] || warm=(--recipe "$recipe") options+=(
       "+$rollout.engine_kwargs.vllm.quantization=jetrl"
       "+$rollout.engine_kwargs.vllm.additional_config.jetrl.recipe=$recipe"
     )
+    [ "$recipe" = rollout_only ] && warm+=(--no-backward)
+    # The attention of exact mode takes sequences without padding.
+    [[ $recipe = jetrl* && ${EXACT:-1} = 1 ]] && attention=jetrl_exact packed=True &&
+      options+=("+$hf.override_config.jetrl_exact=True") && warm+=(--exact)
     ;;
 esac
 
@@ -79,6 +83,13 @@ export DG_JIT_CACHE_DIR=${DG_JIT_CACHE_DIR:-$folder/deep_gemm}
 export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0}
 export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1
 unset VLLM_ENABLE_V1_MULTIPROCESSING  # verl's engine is in processes of its own
+
+if [ ${#warm[@]} -gt 0 ] && [ "${WARM:-1}" = 1 ]; then
+  most=$((micro * (prompt + response)))
+  [ $most -lt 8192 ] && most=8192  # what vLLM computes at once
+  "$python" -m jetrl_compile.cli warm-up "$model" "${warm[@]}" --tokens "1:$most" ||
+    echo "kernels are compiled where they are first used" >&2
+fi
 
 "$python" -m verl.trainer.main_ppo \
   algorithm.adv_estimator=grpo \

@@ -40,13 +40,13 @@ for name in "${@:-jetrl}"; do
     verl_bf16 | verl_fp8) recipe=$name ;;
     *) echo "no run is called $name" >&2 && exit 2 ;;
   esac
-  providers=${PROVIDERS-[scaled_mm,triton]}
-  [[ $recipe == jetrl && -n $providers ]] && options+=(
+  providers=${PROVIDERS-[scaled_mm,triton]} warm=1
+  [[ $recipe == jetrl && -n $providers ]] && warm=0 && options+=(
     "+actor_rollout_ref.model.override_config.jetrl_providers=$providers")
   run=$folder/$name
   rm -rf "$run" && mkdir -p "$run/data" && cp "$folder"/data/*.parquet "$run/data"
   status=0
-  WIRE=$wire EXACT=$exact GPUS=1 STEPS=3 BATCH=8 RESPONSE=64 MICRO=16 KL=True SAVE=-1 \
+  WIRE=$wire EXACT=$exact GPUS=1 STEPS=3 BATCH=8 RESPONSE=64 MICRO=16 KL=True SAVE=-1 WARM=$warm \
     timeout --kill-after=5 "${LIMIT:-900}" bash "$here/hopper.sh" "$folder/model" \
     "$recipe" "$run" trainer.resume_mode=disable 'trainer.logger=["console","file"]' \
     actor_rollout_ref.rollout.cudagraph_capture_sizes='[1,8,64]' \

@@ -19,9 +19,12 @@ from jetrl_compile.report_json import read_report  # noqa: E402
 
 FOLDER = Path(__file__).parents[2] / "examples" / "verl_grpo"
 SCRIPT, HOPPER = FOLDER / "cpu.sh", FOLDER / "hopper.sh"
-# Stands for Python: verl prints its config instead of training.
+# Stands for Python: verl prints its config instead of training, and a warm-up its
+# arguments; with backward it fails.
 PRINT_CONFIG = """#!/bin/sh
 case "$*" in
+  *warm-up*) shift 3; echo "$@" >> "{warm}"
+    case "$*" in *--no-backward*) exit 0 ;; *) exit 1 ;; esac ;;
   *verl.trainer.main_ppo*) exec "{python}" "$@" --cfg job --resolve ;;
   *curves*) exit 0 ;;
 esac
@@ -185,17 +188,18 @@ def test_sdpa_in_the_place_of_exact_attention_stops_the_run(tmp_path: Path) -> N
     assert not re.search(r"step:\d+ - ", done.stdout)
 
 
-def test_hopper_takes_no_other_word_for_exact(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["EXACT", "WARM"])
+def test_hopper_takes_no_other_word_than_0_and_1(tmp_path: Path, name: str) -> None:
     done = subprocess.run(  # KL and RESIDENT are True or False
         ["bash", str(HOPPER), "smollm2", "jetrl", str(tmp_path / "run")],
-        env={**os.environ, "PYTHON": "false", "GPUS": "1", "EXACT": "True"},
+        env={**os.environ, "PYTHON": "false", "GPUS": "1", name: "True"},
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
     assert done.returncode == 2
-    assert "EXACT is 'True'; use 0 or 1" in done.stderr
+    assert f"{name} is 'True'; use 0 or 1" in done.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -215,7 +219,8 @@ def test_verl_accepts_the_options_of_hopper(
     OmegaConf = pytest.importorskip("omegaconf").OmegaConf
 
     python = tmp_path / "python"
-    python.write_text(PRINT_CONFIG.format(python=sys.executable))
+    warm = tmp_path / "warm"
+    python.write_text(PRINT_CONFIG.format(python=sys.executable, warm=warm))
     python.chmod(0o755)
     run = tmp_path / "run"
     for name in ("model/config.json", "data/train.parquet"):  # they are there already
@@ -223,6 +228,7 @@ def test_verl_accepts_the_options_of_hopper(
         (run / name).touch()
     environment = {**os.environ, "PYTHON": str(python), "GPUS": "2", "EXACT": exact}
     is_exact = recipe == "jetrl" and exact != "0"
+    more = {"rollout_only": "--no-backward ", "jetrl": "--exact " if is_exact else ""}
     done = subprocess.run(
         ["bash", str(HOPPER), "smollm2", recipe, str(run), "trainer.save_freq=5"],
         env=environment,
@@ -232,6 +238,14 @@ def test_verl_accepts_the_options_of_hopper(
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
+    asked = warm.read_text() if warm.exists() else ""
+    tokens = f"--tokens 1:{8 * (512 + 1024)}"
+    assert asked == (
+        f"{run}/model --recipe {recipe} {more[recipe]}{tokens}\n"
+        if recipe in more
+        else ""
+    )
+    assert ("kernels are compiled where they" in done.stderr) == (recipe == "jetrl")
     text = done.stdout
     config: Any = OmegaConf.create(text[text.index("actor_rollout_ref:") :])
     parts = config.actor_rollout_ref
