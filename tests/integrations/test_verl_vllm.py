@@ -406,3 +406,10 @@ def test_runs_on_one_host_have_sockets_of_their_own(
         assert len(path) < 108, "longer than a socket's path may be"
         handles.append(path)
     assert len(set(handles)) == len(handles), handles
+
+
+def test_a_socket_with_another_name_is_refused(pair: Pair) -> None:
+    from jetrl_compile.integrations.verl_vllm.channel import of_run
+
+    with pytest.raises(ModelError, match="without Ray's job 't'; use verl"):
+        of_run("ipc:///tmp/rl-colocate-zmq-replica-0-rank-0.sock")

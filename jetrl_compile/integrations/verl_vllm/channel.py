@@ -9,6 +9,8 @@ import re
 
 import ray
 
+from jetrl_compile.errors import ModelError
+
 VARIABLE = "VERL_RAY_JOB_ID"  # where verl's extension of vLLM's workers reads the name
 
 
@@ -24,6 +26,15 @@ def of_run(handle: str) -> str:
 
     Args:
         handle: As verl makes it, with the name of Ray's job.
+
+    Raises:
+        ModelError: It has no such name: vLLM's workers would wait at another socket.
     """
     job: str = ray.get_runtime_context().get_job_id()
-    return handle.replace(f"-{job}-", f"-{name_of_run()}-", 1)
+    before, found, after = handle.partition(f"-{job}-")
+    if not found:
+        raise ModelError(
+            f"verl names its socket {handle!r}, without Ray's job {job!r}; use verl "
+            "0.9.1"
+        )
+    return f"{before}-{name_of_run()}-{after}"
