@@ -24,6 +24,13 @@ fi
 for name in EXACT WARM; do
   case ${!name:-1} in 0 | 1) ;; *) echo "$name is '${!name}'; use 0 or 1" >&2 && exit 2 ;; esac
 done
+for name in RESPONSE MICRO; do
+  [[ ${!name:-1} =~ ^[1-9][0-9]*$ ]] || { echo "$name is '${!name}'; use a number" >&2 && exit 2; }
+done
+case $2 in
+  jetrl | jetrl_paper | rollout_only | bf16 | verl_bf16 | verl_fp8) ;;
+  *) echo "no recipe here is called '$2'" >&2 && exit 2 ;;
+esac
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 model=$1 recipe=$2
 shift 2
@@ -78,12 +85,13 @@ mkdir -p "$folder/logs"
 part=$(printf '%03d' "$(find "$folder/logs" -name 'part*.jsonl' | wc -l)")
 export VERL_FILE_LOGGER_PATH=$folder/logs/part$part.jsonl
 export TENSORBOARD_DIR=$folder/tensorboard TOKENIZERS_PARALLELISM=false
-# Kernels that DeepGEMM has compiled are kept; the trainer and vLLM use the same.
-export DG_JIT_CACHE_DIR=${DG_JIT_CACHE_DIR:-$folder/deep_gemm}
+# Kernels that DeepGEMM has compiled are kept, for all runs; trainer and vLLM use the same.
+export DG_JIT_CACHE_DIR=${DG_JIT_CACHE_DIR:-$HOME/.deep_gemm}
 export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0}
 export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1
 unset VLLM_ENABLE_V1_MULTIPROCESSING  # verl's engine is in processes of its own
 
+# For batches of these settings; verl's own options are not looked at.
 if [ ${#warm[@]} -gt 0 ] && [ "${WARM:-1}" = 1 ]; then
   most=$((micro * (prompt + response)))
   [ $most -lt 8192 ] && most=8192  # what vLLM computes at once

@@ -188,18 +188,30 @@ def test_sdpa_in_the_place_of_exact_attention_stops_the_run(tmp_path: Path) -> N
     assert not re.search(r"step:\d+ - ", done.stdout)
 
 
-@pytest.mark.parametrize("name", ["EXACT", "WARM"])
-def test_hopper_takes_no_other_word_than_0_and_1(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "setting", "message"),
+    [
+        ("jetrl", "EXACT=True", "EXACT is 'True'; use 0 or 1"),
+        ("jetrl", "WARM=yes", "WARM is 'yes'; use 0 or 1"),
+        ("jetrl", "MICRO=08", "MICRO is '08'; use a number"),
+        ("jetrl", "RESPONSE=1k", "RESPONSE is '1k'; use a number"),
+        ("jetlr", "WARM=1", "no recipe here is called 'jetlr'"),
+    ],
+)
+def test_hopper_refuses(
+    tmp_path: Path, recipe: str, setting: str, message: str
+) -> None:
+    name, value = setting.split("=")
     done = subprocess.run(  # KL and RESIDENT are True or False
-        ["bash", str(HOPPER), "smollm2", "jetrl", str(tmp_path / "run")],
-        env={**os.environ, "PYTHON": "false", "GPUS": "1", name: "True"},
+        ["bash", str(HOPPER), "smollm2", recipe, str(tmp_path / "run")],
+        env={**os.environ, "PYTHON": "false", "GPUS": "1", name: value},
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
     assert done.returncode == 2
-    assert f"{name} is 'True'; use 0 or 1" in done.stderr
+    assert message in done.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -394,7 +394,7 @@ def test_runs_on_one_host_have_sockets_of_their_own(
 
     monkeypatch.setattr(vLLMHttpServer, "_init_model_config", lambda _, config: config)
     handles = []
-    for address in ("192.0.2.1:6379", "192.0.2.1:6380", "[2001:db8::1]:6379"):
+    for address in ("192.0.2.1:6379", "192.0.2.1:6380", f"{'head.' * 50}svc:6379"):
         context = SimpleNamespace(get_job_id=lambda: "01000000", gcs_address=address)
         monkeypatch.setattr("ray.get_runtime_context", lambda made=context: made)
         adapter = pair.adapter()
@@ -413,3 +413,17 @@ def test_a_socket_with_another_name_is_refused(pair: Pair) -> None:
 
     with pytest.raises(ModelError, match="without Ray's job 't'; use verl"):
         of_run("ipc:///tmp/rl-colocate-zmq-replica-0-rank-0.sock")
+
+
+def test_replicas_with_servers_of_verl_keep_verls_socket(pair: Pair) -> None:
+    """Prefill and decode apart: only a recipe without FP8 rollouts may be so."""
+    own = doubles.make_adapter(pair.engine.model_config, pair.server).zmq_handle
+    config = pair.engine.model_config
+    split = {"enabled": True}
+    config.override_config["jetrl_recipe"] = "bf16"
+    try:
+        made = doubles.make_adapter(config, pair.server, disaggregation=split)
+    finally:
+        del config.override_config["jetrl_recipe"]
+    assert "-t-replica-" in made.zmq_handle
+    assert "-t-replica-" not in own

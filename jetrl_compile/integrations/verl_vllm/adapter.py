@@ -40,7 +40,8 @@ class ServerAdapter(VerlAdapter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.zmq_handle = of_run(self.zmq_handle)
+        if not _is_split(self.config):  # those replicas have verl's own servers
+            self.zmq_handle = of_run(self.zmq_handle)
         self.settings: Settings = read_settings(self.model_config.override_config)
         self._runs_jetrl = runs_jetrl(self.config, self.settings)
         self._knows_layout = self._is_prepared = False
@@ -130,8 +131,7 @@ def _check(rollout: Any, settings: Settings) -> None:
     Raises:
         ModelError: It does not.
     """
-    split = getattr(rollout, "disaggregation", None)
-    if getattr(split, "enabled", False):
+    if _is_split(rollout):
         raise ModelError(
             "rollout.disaggregation is enabled, whose servers give no answers to the "
             "checks; set actor_rollout_ref.rollout.disaggregation.enabled=False"
@@ -145,3 +145,8 @@ def _check(rollout: Any, settings: Settings) -> None:
             "be; set actor_rollout_ref.rollout.checkpoint_engine.backend=naive, or "
             "jetrl_level=0"
         )
+
+
+def _is_split(rollout: Any) -> bool:
+    """Return whether prefill and decode have servers of their own."""
+    return bool(getattr(getattr(rollout, "disaggregation", None), "enabled", False))

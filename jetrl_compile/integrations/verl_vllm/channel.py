@@ -5,20 +5,21 @@ Ray cluster of its own is always that cluster's first job, and two such runs wou
 their weights to each other.
 """
 
-import re
+import hashlib
 
 import ray
 
 from jetrl_compile.errors import ModelError
 
 VARIABLE = "VERL_RAY_JOB_ID"  # where verl's extension of vLLM's workers reads the name
+DIGITS = 12  # an address may be longer than a socket's path
 
 
 def name_of_run() -> str:
     """Return what the socket is named after: Ray's job, and its cluster's address."""
     context = ray.get_runtime_context()
-    name = f"{context.get_job_id()}-{context.gcs_address}"
-    return re.sub(r"[^A-Za-z0-9.]+", "-", name)
+    address = hashlib.sha256(str(context.gcs_address).encode()).hexdigest()
+    return f"{context.get_job_id()}-{address[:DIGITS]}"
 
 
 def of_run(handle: str) -> str:
