@@ -16,11 +16,21 @@ from jetrl_compile.errors import ModelError
 
 INSTRUCTION = "Reply with one number only."
 
-# Dataset of reasoning-gym, and its options.
-TASKS: dict[str, dict[str, int]] = {
+# Dataset of reasoning-gym, and its options. Its basic_arithmetic divides wrongly, and
+# computes more than two terms from left to right (0.1.25).
+TASKS: dict[str, dict[str, Any]] = {
     "letter_counting": {"min_words": 1, "max_words": 2},
     "count_bits": {"min_n": 1, "max_n": 7},
     "gcd": {"min_value": 1, "max_value": 12, "min_numbers": 2, "max_numbers": 2},
+    "basic_arithmetic": {
+        "min_terms": 2,
+        "max_terms": 2,
+        "min_digits": 1,
+        "max_digits": 1,
+        "operators": ("+", "-", "*"),
+        "allow_parentheses": False,
+        "allow_negation": False,
+    },
 }
 
 

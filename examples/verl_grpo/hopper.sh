@@ -6,7 +6,7 @@
 # MODEL is a folder or "smollm2"; RECIPE is jetrl, jetrl_paper, rollout_only, bf16, or
 # verl as it comes: verl_bf16, and verl_fp8 with verl's own FP8 rollouts. May be set:
 # GPUS (all), STEPS (60), BATCH (32 prompts), RESPONSE (1024 tokens), MICRO (8 sequences
-# a GPU), LR (1e-6), MEMORY (0.4 of a GPU for vLLM), TASK (letter_counting), SEED (0),
+# a GPU), LR (1e-6), MEMORY (0.4 of a GPU for vLLM), TASK (basic_arithmetic), SEED (0),
 # LEVEL (3), WIRE (bf16 or fp8), EXACT (1: jetrl and jetrl_paper run exact mode; 0: they
 # do not), KL (False; True: a reference model), RESIDENT (True: its parameters stay on the
 # GPU; False: on the host, as with verl), SAVE (10 steps), WARM (1: DeepGEMM's kernels are
@@ -48,7 +48,7 @@ if [ "$model" = smollm2 ]; then
 fi
 [ -f "$folder/data/train.parquet" ] ||
   "$python" -m jetrl_compile.examples.verl_grpo.make_data "$folder/data" \
-    --task "${TASK:-letter_counting}" --train 4096 --seed "$seed"
+    --task "${TASK:-basic_arithmetic}" --train 4096 --seed "$seed"
 
 hf=actor_rollout_ref.model actor=actor_rollout_ref.actor
 rollout=actor_rollout_ref.rollout ref=actor_rollout_ref.ref

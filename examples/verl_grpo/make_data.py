@@ -1,6 +1,6 @@
 """Write reasoning-gym tasks as the parquet files that verl reads.
 
-python -m jetrl_compile.examples.verl_grpo.make_data FOLDER --task gcd --train 2048
+python -m jetrl_compile.examples.verl_grpo.make_data FOLDER --task basic_arithmetic --train 2048
 """
 
 import argparse
@@ -14,6 +14,7 @@ from jetrl_compile.errors import ModelError
 from jetrl_compile.examples.tasks import INSTRUCTION, TASKS
 
 SOURCE = "reasoning_gym"
+STRIDE = 1_000_003  # between seeds
 
 
 def rows(
@@ -21,7 +22,7 @@ def rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield verl's rows of tasks, taking turns among datasets of reasoning-gym.
 
-    The first question of each dataset is the worked example of the others.
+    Each question comes after a worked example of its dataset, the same for all seeds.
 
     Args:
         names: Keys of `jetrl_compile.examples.tasks.TASKS`.
@@ -40,9 +41,13 @@ def rows(
         name: gym.create_dataset(name, size=each + 1, seed=seed, **TASKS[name])
         for name in names
     }
+    examples = {
+        name: gym.create_dataset(name, size=1, seed=0, **TASKS[name])[0]
+        for name in names
+    }
     for index in range(count):
         name = names[index % len(names)]
-        worked, entry = made[name][0], made[name][1 + index // len(names)]
+        worked, entry = examples[name], made[name][1 + index // len(names)]
         prompt = [
             {"role": "system", "content": INSTRUCTION},
             {"role": "user", "content": worked["question"]},
@@ -76,12 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--val", type=int, default=64, help="rows to validate on")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args(arguments)
-    names = chosen.task or ["letter_counting"]
+    names = chosen.task or ["basic_arithmetic"]
     chosen.folder.mkdir(parents=True, exist_ok=True)
-    # Another seed for validation: reasoning-gym's tasks are drawn, not split.
+    # reasoning-gym's tasks are drawn, not split, and question i of a seed is question
+    # i - 1 of the next one.
+    first = 2 * STRIDE * chosen.seed
     for split, count, seed in (
-        ("train", chosen.train, chosen.seed),
-        ("val", chosen.val, chosen.seed + 1_000_003),
+        ("train", chosen.train, first),
+        ("val", chosen.val, first + STRIDE),
     ):
         frame = pandas.DataFrame(list(rows(names, count, seed, split)))
         frame.to_parquet(chosen.folder / f"{split}.parquet")

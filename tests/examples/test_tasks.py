@@ -1,3 +1,6 @@
+import ast
+import operator
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +16,11 @@ from jetrl_compile.examples.tasks import (
     stop_tokens,
 )
 
+from jetrl_compile.examples.verl_grpo.make_data import STRIDE, rows
+
 pytest.importorskip("reasoning_gym")
+ARITHMETIC = ["basic_arithmetic"]
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
 
 class TemplateError(Exception):
@@ -97,3 +104,30 @@ def test_stop_tokens() -> None:
 def test_unknown_task() -> None:
     with pytest.raises(ModelError, match="letter_counting"):
         make_tasks(Letters(), 1, seed=0, names=["chess"])
+
+
+def test_arithmetic_has_right_answers_and_no_common_one() -> None:
+    """reasoning-gym 0.1.25 divides wrongly: no question of this task may divide."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    answers = []
+    for row in rows(ARITHMETIC, 300, seed, "train"):
+        question = row["prompt"][-1]["content"]
+        answers.append(int(row["reward_model"]["ground_truth"]))
+        text = question.removeprefix("Calculate ").removesuffix(".")
+        tree = ast.parse(text, mode="eval").body
+        assert isinstance(tree, ast.BinOp), question
+        operands = [ast.literal_eval(side) for side in (tree.left, tree.right)]
+        assert OPERATORS[type(tree.op)](*operands) == answers[-1], question
+    assert max(map(answers.count, answers)) < 0.2 * len(answers)
+
+
+def test_seeds_have_one_worked_example_and_other_questions() -> None:
+    made = [
+        list(rows(ARITHMETIC, 50, seed, "train")) for seed in (0, STRIDE, 2 * STRIDE)
+    ]
+    examples = {str(row["prompt"][1:3]) for one in made for row in one}
+    assert len(examples) == 1
+    questions = [[row["prompt"][-1]["content"] for row in one] for one in made]
+    assert questions[0][1:] != questions[1][:-1]
+    assert questions[0] != questions[1] != questions[2]
