@@ -1,6 +1,6 @@
 """Write reasoning-gym tasks as the parquet files that verl reads.
 
-python -m jetrl_compile.examples.verl_grpo.make_data FOLDER --task basic_arithmetic --train 2048
+python -m jetrl_compile.examples.verl_grpo.make_data FOLDER --task basic_arithmetic
 """
 
 import argparse

@@ -15,7 +15,6 @@ from jetrl_compile.examples.tasks import (
     make_tasks,
     stop_tokens,
 )
-
 from jetrl_compile.examples.verl_grpo.make_data import STRIDE, rows
 
 pytest.importorskip("reasoning_gym")
