@@ -43,7 +43,7 @@ test-verl: $(VENV)/verl/.ready
 	@if test -s $<; then cat $< >&2; else OMP_NUM_THREADS=1 $(VENV)/verl/bin/python \
 	  -m pytest -n 2 --dist loadfile tests/integrations/test_verl_engine.py \
 	  tests/integrations/test_verl_vllm.py tests/integrations/test_verl_exact.py \
-	  tests/integrations/test_verl_grpo.py \
+	  tests/integrations/test_verl_grpo.py tests/integrations/test_verl_socket.py \
 	  $(ARGS); fi
 
 test-gpu: $(VENV)/.dev

@@ -1,8 +1,8 @@
 """The demo's tasks: questions whose answers a program verifies, from reasoning-gym.
 
 A 135M-parameter model solves few of reasoning-gym's tasks. These are small enough that
-it sometimes does, which is what group-relative advantages need: measured on 96 samples
-each, SmolLM2-135M-Instruct in BF16 at temperature 1 (see docs/log.md).
+it sometimes does, which is what group-relative advantages need: measured on samples of
+SmolLM2-135M-Instruct at temperature 1 (see docs/log.md).
 """
 
 import functools

@@ -11,7 +11,6 @@ import importlib.metadata
 import sys
 import threading
 from collections.abc import Iterator
-from hashlib import sha256
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
@@ -82,11 +81,14 @@ def vllm_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         patched.setattr(sys, "meta_path", [AnyModules(CONTENTS), *sys.meta_path])
         context = SimpleNamespace(get_job_id=lambda: "t", gcs_address="host:1")
         patched.setattr("ray.get_runtime_context", lambda: context)
-        patched.setenv("VERL_RAY_JOB_ID", f"t-{sha256(b'host:1').hexdigest()[:12]}")
         patched.setenv("VERL_REPLICA_RANK", "0")
         patched.setenv("RANK", "0")
         patched.setenv("RAY_LOCAL_WORLD_SIZE", "1")
         _forget()
+        channel: Any = importlib.import_module(
+            "jetrl_compile.integrations.verl_vllm.channel"
+        )
+        patched.setenv(channel.VARIABLE, channel.name_of_run())  # as the server does
         try:
             yield
         finally:

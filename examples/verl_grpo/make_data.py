@@ -41,7 +41,7 @@ def rows(
         name: gym.create_dataset(name, size=each + 1, seed=seed, **TASKS[name])
         for name in names
     }
-    examples = {
+    examples = {  # and so the question that is left out if the seed is 0
         name: gym.create_dataset(name, size=1, seed=0, **TASKS[name])[0]
         for name in names
     }

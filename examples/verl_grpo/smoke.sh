@@ -46,9 +46,10 @@ for name in "${@:-jetrl}"; do
   run=$folder/$name
   rm -rf "$run" && mkdir -p "$run/data" && cp "$folder"/data/*.parquet "$run/data"
   status=0
-  WIRE=$wire EXACT=$exact GPUS=1 STEPS=3 BATCH=8 RESPONSE=64 MICRO=16 KL=True SAVE=-1 WARM=$warm \
-    timeout --kill-after=5 "${LIMIT:-900}" bash "$here/hopper.sh" "$folder/model" \
-    "$recipe" "$run" trainer.resume_mode=disable 'trainer.logger=["console","file"]' \
+  WIRE=$wire EXACT=$exact WARM=$warm GPUS=1 STEPS=3 BATCH=8 RESPONSE=64 MICRO=16 \
+    KL=True SAVE=-1 timeout --kill-after=5 "${LIMIT:-900}" \
+    bash "$here/hopper.sh" "$folder/model" "$recipe" "$run" \
+    trainer.resume_mode=disable 'trainer.logger=["console","file"]' \
     actor_rollout_ref.rollout.cudagraph_capture_sizes='[1,8,64]' \
     actor_rollout_ref.rollout.ignore_eos=True actor_rollout_ref.rollout.n=4 \
     actor_rollout_ref.rollout.agent.num_workers=1 reward.num_workers=1 \

@@ -1,5 +1,6 @@
 """verl's own trainer on a CPU: GRPO on two ranks, FP8 on both sides, checked."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -309,3 +310,24 @@ def test_rewards_of_written_tasks(tmp_path: Path) -> None:
         assert verified(*args) == 1.0
         assert verified(args[0], f"It is {truth}9.", *args[2:]) < 1.0
     assert digit_share("", "a1b2", "") == 0.5
+
+
+def test_seeds_have_one_worked_example_and_other_questions(tmp_path: Path) -> None:
+    """Question i of a seed of reasoning-gym is question i - 1 of the next one."""
+    import pandas
+
+    from jetrl_compile.examples.verl_grpo import make_data
+
+    questions, examples = [], set()
+    for seed in ("0", "1", "2"):
+        folder = tmp_path / seed
+        sizes = ["--train", "20", "--val", "20"]
+        make_data.main([str(folder), *sizes, "--seed", seed])
+        for split in ("train", "val"):
+            prompts = list(pandas.read_parquet(folder / f"{split}.parquet").prompt)
+            questions.append([turns[-1]["content"] for turns in prompts])
+            examples |= {turns[1]["content"] for turns in prompts}
+    assert len(examples) == 1
+    for one, other in itertools.permutations(questions, 2):
+        assert one != other
+        assert one[1:] != other[:-1]

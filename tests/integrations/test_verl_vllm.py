@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -384,46 +383,3 @@ def test_arguments_of_vllm(pair: Pair, engine: Any) -> None:
 
 
 E4M3 = torch.float8_e4m3fn
-
-
-def test_runs_on_one_host_have_sockets_of_their_own(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two runs, each with a Ray cluster of its own, are both Ray's first job."""
-    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
-
-    monkeypatch.setattr(vLLMHttpServer, "_init_model_config", lambda _, config: config)
-    handles = []
-    for address in ("192.0.2.1:6379", "192.0.2.1:6380", f"{'head.' * 50}svc:6379"):
-        context = SimpleNamespace(get_job_id=lambda: "01000000", gcs_address=address)
-        monkeypatch.setattr("ray.get_runtime_context", lambda made=context: made)
-        adapter = pair.adapter()
-        pair.server.config = adapter.config
-        pair.server._init_model_config(pair.engine.model_config)
-        assert adapter.zmq_handle == pair.worker._get_zmq_handle()
-        path = adapter.zmq_handle.removeprefix("ipc://")
-        assert Path(path).parent == Path("/tmp"), path
-        assert len(path) < 108, "longer than a socket's path may be"
-        handles.append(path)
-    assert len(set(handles)) == len(handles), handles
-
-
-def test_a_socket_with_another_name_is_refused(pair: Pair) -> None:
-    from jetrl_compile.integrations.verl_vllm.channel import of_run
-
-    with pytest.raises(ModelError, match="without Ray's job 't'; use verl"):
-        of_run("ipc:///tmp/rl-colocate-zmq-replica-0-rank-0.sock")
-
-
-def test_replicas_with_servers_of_verl_keep_verls_socket(pair: Pair) -> None:
-    """Prefill and decode apart: only a recipe without FP8 rollouts may be so."""
-    own = doubles.make_adapter(pair.engine.model_config, pair.server).zmq_handle
-    config = pair.engine.model_config
-    split = {"enabled": True}
-    config.override_config["jetrl_recipe"] = "bf16"
-    try:
-        made = doubles.make_adapter(config, pair.server, disaggregation=split)
-    finally:
-        del config.override_config["jetrl_recipe"]
-    assert "-t-replica-" in made.zmq_handle
-    assert "-t-replica-" not in own
