@@ -1,6 +1,7 @@
 """The provider `deep_gemm`: DeepGEMM's FP8 kernels for Hopper.
 
-Two kernels, by the regions of `b` (`a` always has 1x128 groups):
+Two kernels, by the regions of `b` (`a` always has 1x128 groups), and for "1d2d" of up
+to 16 rows one of this package with the same bits, which is faster (`gluon_decode.py`):
 
 - "1d2d", `b` in 128x128 blocks, BF16 out: fprop and dgrad, and wgrad of `jetrl`.
 - "1d1d", `b` in 1x128 groups, FP32 out: wgrad of `jetrl_paper`. It adds to what the
@@ -67,6 +68,7 @@ from jetrl_compile.kernels.triton_device import overlaps
 MIN_ROWS_1D1D = 33
 ROWS_OF_B_1D2D = 8
 COLUMNS_1D1D = 16
+DECODE_ROWS = 16  # at most, for the kernel of `gluon_decode`
 
 
 @cache
@@ -169,6 +171,11 @@ def gemm(
         why = _wrong_1d2d(n)
         if why is not None:
             raise _no_kernel(why)
+        if m <= DECODE_ROWS and _has_gluon():
+            from jetrl_compile.kernels import gluon_decode
+
+            if gluon_decode.takes(a, a_scales, b, b_scales):
+                return gluon_decode.gemm(a, a_scales, b, b_scales)
         out = torch.empty((m, n), dtype=out_dtype, device=a.device)
         tensors = (a, a_scales, b, b_scales, out, None)
         call_library(_fp8_gemm_nt, tensors, (1, 128, 128), dims)
@@ -185,6 +192,15 @@ def gemm(
     out = padded[:, :n]
     call_library(_fp8_gemm_nt, (a, a_scales, b, b_scales, out, out), (1, 1, 128), dims)
     return out.to(out_dtype, memory_format=torch.contiguous_format).contiguous()
+
+
+@cache
+def _has_gluon() -> bool:
+    """Whether Triton is there, new enough to have Gluon."""
+    return (
+        importlib.util.find_spec("triton") is not None
+        and importlib.util.find_spec("triton.experimental.gluon") is not None
+    )
 
 
 def compiled_dims(a: Tensor) -> str:

@@ -21,7 +21,7 @@ WAIT = "after_the_last_kernel"
 def _waits() -> dict[str, bool]:
     """By name of a kernel: whether the first thing that it does is to wait."""
     found = {}
-    for path in KERNELS.glob("triton_*.py"):
+    for path in KERNELS.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
                 body = node.body[1:] if ast.get_docstring(node) else node.body
