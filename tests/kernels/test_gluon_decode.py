@@ -73,7 +73,7 @@ def test_any_sizes_and_values(seed: int) -> None:
 
 @pytest.mark.gpu
 def test_the_provider_takes_it_and_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row has the same bits in a batch of 16 and in one of 40, which is DeepGEMM's."""
+    """A row has the same bits in a batch of 16 and in one of 40, for DeepGEMM."""
     from jetrl_compile.kernels import gluon_decode
 
     calls: list[int] = []
