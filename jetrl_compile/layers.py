@@ -22,6 +22,8 @@ from jetrl_compile.options import parse_options
 from jetrl_compile.recipe import BF16, Recipe
 from jetrl_compile.rollout import QuantizedLinear
 
+RECOMPILE_LIMIT = 64  # of a layer, where Dynamo's own is lower
+
 
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return a model's repeated decoder layers by path, in order.
@@ -91,7 +93,7 @@ def _compile(
         # nothing: it needs one of another file.
         run = torch.compile(_own_forward(), **how, options=dict(options))
         compiled = _with_hooks(module, functools.partial(run, module))
-    module._compiled_call_impl = _with_constant_numbers(compiled)
+    module._compiled_call_impl = _with_settings(compiled)
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -136,24 +138,32 @@ def _compile_the_rest(model: nn.Module, options: Mapping[str, Any]) -> None:
             _compile(module, {**options, **own})
 
 
-def _with_constant_numbers(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Let Dynamo take a module's floats (a norm's eps) and ints as constants.
+def _with_settings(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Dynamo take a module's floats and ints as constants, and compile it often.
 
-    With `dynamic=True` it makes floats tensors on the CPU, which CUDA graphs cannot
-    read. And where FSDP2 has wrapped the layer it makes `head_dim` a symbol: then views
-    of q, k, v and o are products of symbols, their wgrads are no GEMMs of a weight that
-    the passes know, and run in BF16. Sizes of tensors stay dynamic.
+    With `dynamic=True` it makes floats (a norm's eps) tensors on the CPU, which CUDA
+    graphs cannot read. And where FSDP2 has wrapped the layer it makes `head_dim` a
+    symbol: then views of q, k, v and o are products of symbols, their wgrads are no
+    GEMMs of a weight that the passes know, and run in BF16. Sizes of tensors stay
+    dynamic.
+
+    A training run needs a layer with and without a mask (Hugging Face leaves it out of
+    a batch without padding), with and without gradients, of inputs that need them or
+    not, for an actor and its reference: more than the 8 times that Dynamo allows.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # Set by hand: config.patch() costs 100 us a call.
         config: Any = torch._dynamo.config
-        before = config.specialize_float, config.specialize_int
+        before = config.specialize_float, config.specialize_int, config.recompile_limit
         config.specialize_float = config.specialize_int = True
+        config.recompile_limit = max(before[2], RECOMPILE_LIMIT)
         try:
             return compiled(*args, **kwargs)
         finally:
-            config.specialize_float, config.specialize_int = before
+            config.specialize_float, config.specialize_int, config.recompile_limit = (
+                before
+            )
 
     return call
 

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from tiny_models import activations, compiled, make_mlp
+from tiny_models import activations, compiled, make_mlp, make_model, tokens
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
+from jetrl_compile.layers import compile_layers
 from jetrl_compile.recompile_limit import RecompileLimitWarning
 from jetrl_compile.report_sink import collect_reports
 
@@ -67,3 +68,24 @@ def test_models_that_are_gone_do_not_count() -> None:
     with torch._dynamo.config.patch(recompile_limit=3):
         for _ in range(5):
             compiled(Layer(), fullgraph=False, dynamic=False)(x, "a")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_layers_of_a_training_run_may_be_compiled_often() -> None:
+    """Masks, gradients, a reference beside the actor: more kinds than Dynamo allows."""
+    models = [make_model("llama", num_hidden_layers=2) for _ in range(2)]
+    for model in models:
+        compile_layers(model, lowering="aot")
+    ids = tokens(2, 24)
+    padded = torch.ones_like(ids)
+    padded[0, :3] = 0
+    with torch._dynamo.config.patch(recompile_limit=2), collect_reports() as reports:
+        for model in models:
+            for mask in (padded, torch.ones_like(ids)):
+                with torch.no_grad():
+                    model(input_ids=ids, attention_mask=mask, use_cache=False)
+                out = model(input_ids=ids, attention_mask=mask, use_cache=False)
+                out.logits.float().sum().backward()
+        assert torch._dynamo.config.recompile_limit == 2
+    assert len(reports) > 2
+    assert all(report.lowered["fprop"] == 7 for report in reports)
