@@ -1,12 +1,14 @@
 """A GEMM for few rows of `a`, such as a step of decoding, on Hopper, in Gluon.
 
+Gluon changes from release to release: `provider_deep_gemm.py` says with which ones of
+Triton this runs.
+
 It computes what DeepGEMM's "1d2d" kernel does, with the same bits: 128 codes at a time,
 in ascending order, on the tensor cores from zero, then
 `total += part * (a_scale * b_scale)` in FP32. A program makes 64 columns of the result,
 as b a^T: weights are the tensor cores' 64 rows. What differs from DeepGEMM: up to four
-products of 128 codes are in flight, and threads wait for each other once for all of
-them, so that a product does not wait for the one before it, only its sum does. Above 16
-rows DeepGEMM is faster (docs/log.md, 2026-11-30).
+products of 128 codes are in flight, so that a product does not wait for the one before
+it, only its sum does. At 64 rows DeepGEMM is faster (docs/log.md, 2026-11-30).
 """
 
 import importlib
@@ -29,6 +31,7 @@ hopper: Any = importlib.import_module(
     "triton.experimental.gluon.language.nvidia.hopper"
 )
 async_copy: Any = hopper.async_copy
+_wait_for_all_threads: Any = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -140,7 +143,7 @@ def decode_kernel(
     for c in range(GROUPS // CHUNK):
         async_copy.wait_group(CHUNKS - 2)
         hopper.fence_async_shared()
-        gl.thread_barrier()
+        _wait_for_all_threads()
         w_at, x_at = w.index(slot), x.index(slot)
         t0 = _product(w_at, x_at, p0, 0)
         t1 = _product(w_at, x_at, p1, 1)
@@ -187,16 +190,6 @@ def _product(
     return hopper.warpgroup_mma(left, right, registers, use_acc=False, is_async=True)
 
 
-def takes(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor) -> bool:
-    """Return whether the kernel computes a GEMM; `gemm` has the arguments."""
-    m, k = a.shape
-    few = 0 < m <= MOST_ROWS and a.stride(1) == b.stride(1) == 1
-    aligned = (a.stride(0) | b.stride(0)) % 16 == 0 and k % (2 * GROUP) == 0
-    small = b.shape[0] * b.stride(0) < 2**31 and k <= 2**15
-    in_order = b_scales.stride(1) == 1 and (m == 1 or a_scales.stride(0) == 1)
-    return few and aligned and small and in_order
-
-
 def chunks_of(
     rows: int, groups: int, programs: int, processors: int
 ) -> tuple[int, int]:
@@ -225,7 +218,7 @@ def gemm(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor) -> Tensor:
 
     Args:
         a: (m, k) codes in E4M3, m from 1 to 16; columns adjacent, rows at multiples of
-            16 bytes; k a multiple of 256.
+            16 bytes; k a multiple of 256, up to 32768. No more than 2^31 bytes.
         a_scales: (m, k / 128) in FP32, rows adjacent.
         b: (n, k) codes in E4M3, like `a`.
         b_scales: (ceil(n / 128), k / 128) in FP32, columns adjacent.

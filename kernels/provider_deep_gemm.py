@@ -69,6 +69,7 @@ MIN_ROWS_1D1D = 33
 ROWS_OF_B_1D2D = 8
 COLUMNS_1D1D = 16
 DECODE_ROWS = 16  # at most, for the kernel of `gluon_decode`
+GLUON_OF = ("3.6.", "3.7.")  # Triton
 
 
 @cache
@@ -171,11 +172,10 @@ def gemm(
         why = _wrong_1d2d(n)
         if why is not None:
             raise _no_kernel(why)
-        if m <= DECODE_ROWS and _has_gluon():
+        if decodes(m, n, k) and max(m * a.stride(0), n * b.stride(0)) < 2**31:
             from jetrl_compile.kernels import gluon_decode
 
-            if gluon_decode.takes(a, a_scales, b, b_scales):
-                return gluon_decode.gemm(a, a_scales, b, b_scales)
+            return gluon_decode.gemm(a, a_scales, b, b_scales)
         out = torch.empty((m, n), dtype=out_dtype, device=a.device)
         tensors = (a, a_scales, b, b_scales, out, None)
         call_library(_fp8_gemm_nt, tensors, (1, 128, 128), dims)
@@ -194,13 +194,19 @@ def gemm(
     return out.to(out_dtype, memory_format=torch.contiguous_format).contiguous()
 
 
+def decodes(m: int, n: int, k: int) -> bool:
+    """Whether a "1d2d" GEMM of these sizes runs in `gluon_decode`, not in DeepGEMM."""
+    few = 0 < m <= DECODE_ROWS and n > 0 and 0 < k <= 2**15 and k % 256 == 0
+    return few and _has_gluon()
+
+
 @cache
 def _has_gluon() -> bool:
-    """Whether Triton is there, new enough to have Gluon."""
-    return (
-        importlib.util.find_spec("triton") is not None
-        and importlib.util.find_spec("triton.experimental.gluon") is not None
-    )
+    """Whether Triton's Gluon is that in which `gluon_decode.py` is written."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    version: str = importlib.import_module("triton").__version__
+    return version.startswith(GLUON_OF)
 
 
 def compiled_dims(a: Tensor) -> str:

@@ -37,7 +37,12 @@ from jetrl_compile.kernels.deep_gemm_tiles import H200_SMS, Kernel, kernel_for
 from jetrl_compile.kernels.exact_kernels import bf16_gemm
 from jetrl_compile.kernels.layouts import align, empty_quantized
 from jetrl_compile.kernels.provider import GemmShape
-from jetrl_compile.kernels.provider_deep_gemm import COLUMNS_1D1D, DEEP_GEMM, nvcc
+from jetrl_compile.kernels.provider_deep_gemm import (
+    COLUMNS_1D1D,
+    DEEP_GEMM,
+    decodes,
+    nvcc,
+)
 
 MAX_WORKERS = 16
 WORKER_BYTES = 1 << 30
@@ -171,6 +176,8 @@ def calls_of(
             assert shape.b.granularity is not None
             over_tokens = shape.role == "wgrad"
             rows = shape.b.granularity.rows
+            if rows == 128 and shape.out_dtype == "bf16" and decodes(m, n, k):
+                continue  # another kernel than DeepGEMM's
             calls.add(Call(m, n, k, rows, shape.out_dtype, over_tokens))
     sms, by_kernel = _sms(), dict[tuple[Kernel | Call, int], Call]()
     for call in sorted(calls):

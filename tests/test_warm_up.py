@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from jetrl_compile import cli, formats
 from jetrl_compile.errors import ProviderError
 from jetrl_compile.gemm_shapes import shapes_of_config
-from jetrl_compile.kernels import deep_gemm_cache
+from jetrl_compile.kernels import deep_gemm_cache, provider_deep_gemm
 from jetrl_compile.kernels import warm_up as module
 from jetrl_compile.kernels.deep_gemm_tiles import Kernel, kernel_for, token_steps
 from jetrl_compile.kernels.dispatch import GemmShape
@@ -28,6 +28,12 @@ FPROP = GemmShape(
     "fprop", 256, 128, formats.groups("K"), formats.blocks("K"), 64, device_type="cuda"
 )
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@pytest.fixture(autouse=True)
+def without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All block-scaled GEMMs are DeepGEMM's, whatever Triton there is."""
+    monkeypatch.setattr(provider_deep_gemm, "_has_gluon", lambda: False)
 
 
 @pytest.fixture
@@ -119,6 +125,16 @@ def test_one_call_a_kernel() -> None:
     shapes = [replace(s, m=m) for s in (wgrad, fprop) for m in tokens]
     assert len(calls_of(shapes)[0]) == 2
     assert len(calls_of([replace(fprop, m=m) for m in (1, 16, 17, 64)])[0]) == 3
+
+
+def test_kernels_that_are_not_deep_gemms_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(provider_deep_gemm, "_has_gluon", lambda: True)
+    few = [replace(FPROP, m=m, n=6144, k=4096) for m in (1, 16, 17)]
+    assert [call.m for call in calls_of(few)[0]] == [17]
+    odd = [replace(FPROP, m=m, n=6144, k=4224) for m in (1, 16, 17)]
+    assert [call.m for call in calls_of(odd)[0]] == [1, 17]
 
 
 def test_kernels_for_all_tokens() -> None:

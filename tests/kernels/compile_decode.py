@@ -27,7 +27,7 @@ POINTERS = {
 SEEN = r"griddepcontrol\.\w+|wgmma\.mma_async|ld\.global|cp\.async\.cg|st\.global"
 
 
-def seen(rows: int, groups: int, programs: int) -> tuple[int, list[str]]:
+def seen(rows: int, groups: int, programs: int, full: bool) -> tuple[int, list[str]]:
     """Return how often local memory is named, and instructions in their order."""
     chunks, chunk = chunks_of(rows, groups, programs, 132)
     values = {
@@ -36,7 +36,7 @@ def seen(rows: int, groups: int, programs: int) -> tuple[int, list[str]]:
         "ROWS": rows,
         "CHUNKS": chunks,
         "CHUNK": chunk,
-        "FULL": True,
+        "FULL": full,
     }
     names = decode_kernel.arg_names
     signature = {
@@ -64,7 +64,8 @@ def main() -> None:
     """Print a line a kernel."""
     for rows in (8, 16):
         for groups, programs in ((32, 96), (96, 64), (32, 384), (6, 19)):
-            print(json.dumps([rows, *seen(rows, groups, programs)]))
+            found = seen(rows, groups, programs, programs > 19)
+            print(json.dumps([rows, *found]))
 
 
 if __name__ == "__main__":
