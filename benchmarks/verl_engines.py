@@ -61,6 +61,7 @@ def make_engine(
     infer_micro: int | None = None,
     learning_rate: float = 1e-2,
     plain: bool = False,
+    compiled_entropy: bool = False,
     **config: Any,
 ) -> Any:
     """Return an engine from verl's registry, as a worker makes it; not initialized.
@@ -73,6 +74,7 @@ def make_engine(
         infer_micro: Sequences of one that does not; None: `micro`.
         learning_rate: Of AdamW.
         plain: Whether it is verl's own, whatever a library has registered.
+        compiled_entropy: verl's `use_torch_compile`, which it has on by default.
         **config: More of `FSDPEngineConfig`.
     """
     from verl.trainer.config import CheckpointConfig
@@ -84,7 +86,7 @@ def make_engine(
         model_config=model,
         engine_config=FSDPEngineConfig(
             strategy=strategy,
-            use_torch_compile=False,
+            use_torch_compile=compiled_entropy,
             use_dynamic_bsz=False,
             micro_batch_size_per_gpu=micro,
             infer_micro_batch_size_per_gpu=infer_micro or micro,

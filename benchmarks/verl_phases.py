@@ -2,12 +2,15 @@
 
     python benchmarks/verl_phases.py qwen3-4b --check
     python benchmarks/verl_phases.py qwen3-4b --way verl --way jetrl --rows 8
+    python benchmarks/verl_phases.py qwen3-8b --phase "old log-prob" --phase reference
 
 Needs verl 0.9.1, a Hopper GPU and DeepGEMM (a small model also runs on a CPU). verl's
 own engines in one process of one rank, without Ray and rollouts: FSDP2, FP32 masters,
 AdamW, gradient checkpointing, random weights and tokens, rows of one length. Ways:
 
-    verl            BF16, eager, PyTorch's attention, rows padded
+    verl            BF16, eager, PyTorch's attention, rows padded; log-probs by
+                    flash-attn's kernel if its `ops.triton` can be imported, else by
+                    verl token by token
     jetrl           the same with FP8 layers, compiled
     exact           exact mode, rows packed (`hopper.sh` runs it so)
     exact_padded    exact mode, rows padded
@@ -82,7 +85,8 @@ class Engines:
         override = dict(way.override)
         if not on_gpu and not way.plain:
             override["jetrl_lowering"] = "aot"
-        more = {"micro": micro, "infer_micro": 2 * micro, "learning_rate": 1e-6}
+        more: dict[str, Any] = {"micro": micro, "infer_micro": 2 * micro}
+        more |= {"learning_rate": 1e-6, "compiled_entropy": on_gpu}
 
         def made(**own: Any) -> Any:  # each with a config of its own, as in verl
             library = None if way.plain else LIBRARY
@@ -179,19 +183,21 @@ def measure(
     model: str,
     layers: int | None,
     names: list[str],
+    phases: list[str],
     shape: tuple[int, int, int],
     rounds: int,
     output: Path,
 ) -> Samples:
     """Time phases in turns; `main` says what the arguments are."""
     rows, length, micro = shape
-    samples: Samples = {phase: {name: [] for name in names} for phase in NEEDED}
+    samples: Samples = {phase: {name: [] for name in names} for phase in phases}
     with tempfile.TemporaryDirectory() as folder:
         config = write_model(model, layers, Path(folder))
         if torch.cuda.is_available():
             steps = (micro * length, 2 * micro * length)
             exact = any("exact" in name for name in names)
-            warm_up(Wanted(folder, steps, backward=True, exact=exact), say=typer.echo)
+            backward = ACTOR in phases
+            warm_up(Wanted(folder, steps, backward, exact), say=typer.echo)
         generator = torch.Generator().manual_seed(0)
         size = (rows, length)
         ids = torch.randint(3, config.vocab_size, size, generator=generator).tolist()
@@ -200,7 +206,7 @@ def measure(
             engines[name] = Engines(folder, WAYS[name], ids, micro)
             gc.collect()
             typer.echo(f"{name}: made")
-    for phase in NEEDED:
+    for phase in phases:
         for done in range(WARM_UP + rounds):
             for name in names:
                 seconds = engines[name].run(phase)
@@ -219,6 +225,9 @@ def measure(
 def main(
     model: Annotated[str, typer.Argument(help="A built-in shape, or a folder.")],
     way: Annotated[list[str] | None, typer.Option(help="Ways.")] = None,
+    phase: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(NEEDED)}; default: all.")
+    ] = None,
     rows: Annotated[int, typer.Option(help="Sequences of a step.")] = 16,
     length: Annotated[int, typer.Option(help="Tokens of each.")] = 2048,
     micro: Annotated[int, typer.Option(help="Sequences of a micro-batch.")] = 4,
@@ -234,11 +243,16 @@ def main(
     for name in names:
         if name not in WAYS:
             raise typer.BadParameter(f"{name} is none of {', '.join(WAYS)}")
+    phases = phase or list(NEEDED)
+    for name in phases:
+        if name not in NEEDED:
+            raise typer.BadParameter(f"{name} is none of {', '.join(NEEDED)}")
     if check and ("verl" not in names or len(names) < 2):
         raise typer.BadParameter("--check compares other ways with verl: ask for both")
     start()
     with dynamo_for_many_ways():
-        samples = measure(model, layers, names, (rows, length, micro), rounds, output)
+        shape = (rows, length, micro)
+        samples = measure(model, layers, names, phases, shape, rounds, output)
     text, good = told(samples, "verl")
     typer.echo(text)
     torch.distributed.destroy_process_group()

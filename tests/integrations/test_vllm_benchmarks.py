@@ -291,6 +291,14 @@ def test_phases_are_checked_against_verl_alone(module: Any, ways: list[str]) -> 
     assert "ask for both" in done.output
 
 
+def test_a_phase_that_there_is_not_is_refused(module: Any) -> None:
+    app = typer.Typer()
+    app.command()(module("verl_phases").main)
+    done = CliRunner().invoke(app, ["tiny", "--phase", "rollout"])
+    assert done.exit_code == 2
+    assert "rollout is none of actor update, old log-prob" in done.output
+
+
 def test_what_is_wrong_with_a_cached_engine(module: Any) -> None:
     judge = module("vllm_cached").judge
     good = "contained (levels 1, 2, 3 passed)"
