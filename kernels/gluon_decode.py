@@ -1,7 +1,7 @@
 """A GEMM for few rows of `a`, such as a step of decoding, on Hopper, in Gluon.
 
-Gluon changes from release to release: `provider_deep_gemm.py` says with which ones of
-Triton this runs.
+Gluon changes from release to release: `provider_deep_gemm.py` says with which of Triton
+this runs.
 
 It computes what DeepGEMM's "1d2d" kernel does, with the same bits: 128 codes at a time,
 in ascending order, on the tensor cores from zero, then
@@ -22,7 +22,6 @@ from jetrl_compile.kernels.launch_recorder import launch_kernel
 from jetrl_compile.kernels.triton_device import multiprocessors, on_device, overlaps
 
 GROUP = 128
-MOST_ROWS = 16
 _COLUMNS = 64  # of a program
 
 gluon: Any = importlib.import_module("triton.experimental.gluon")
@@ -31,7 +30,6 @@ hopper: Any = importlib.import_module(
     "triton.experimental.gluon.language.nvidia.hopper"
 )
 async_copy: Any = hopper.async_copy
-_wait_for_all_threads: Any = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -143,7 +141,7 @@ def decode_kernel(
     for c in range(GROUPS // CHUNK):
         async_copy.wait_group(CHUNKS - 2)
         hopper.fence_async_shared()
-        _wait_for_all_threads()
+        gl.thread_barrier()
         w_at, x_at = w.index(slot), x.index(slot)
         t0 = _product(w_at, x_at, p0, 0)
         t1 = _product(w_at, x_at, p1, 1)
@@ -228,7 +226,7 @@ def gemm(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor) -> Tensor:
     """
     (m, k), n = a.shape, b.shape[0]
     out = torch.empty((m, n), dtype=torch.bfloat16, device=a.device)
-    rows = 8 if m <= 8 else MOST_ROWS
+    rows = 8 if m <= 8 else 16
     groups, programs = k // GROUP, -(-n // _COLUMNS)
     chunks, chunk = chunks_of(rows, groups, programs, multiprocessors(a.device))
     with on_device(a):

@@ -5,13 +5,11 @@ layers/{linear,layernorm,activation,rotary_embedding,attention}): which operator
 calls, in which order, at which dtypes. It is no capture of a running engine.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from node_writer import NodeWriter, Shape
 
 from jetrl_compile.captured_graph import CapturedGraph, CapturedNode, Ref
-
-Shape = tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
@@ -63,68 +61,16 @@ class Engine:
         return self.kv_heads * self.head_dim
 
 
-class Description:
-    """Writes nodes down in order."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.nodes: list[CapturedNode] = []
-        self.module = ("model", "")
-        self._counts: dict[str, int] = {}
-
-    def _add(self, node: CapturedNode) -> Ref:
-        self.nodes.append(node)
-        return Ref(len(self.nodes) - 1)
-
-    def placeholder(
-        self, kind: str, path: str, dtype: str, shape: Shape, **attributes: Any
-    ) -> Ref:
-        name = path.replace(".", "_")
-        module = "" if kind == "input" else path
-        node = CapturedNode(name, "placeholder", kind, dtype=dtype, shape=shape)
-        node.module, node.attributes = module, attributes
-        return self._add(node)
-
-    def call(
-        self,
-        target: str,
-        *args: Any,
-        dtype: str = "bf16",
-        shape: Shape = (),
-        outputs: tuple[str, ...] = (),
-        mutates: tuple[int | str, ...] = (),
-        attributes: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> Ref:
-        number = self._counts[target] = self._counts.get(target, -1) + 1
-        name = target.rpartition(".")[2] + (f"_{number}" if number else "")
-        module, module_class = self.module
-        node = CapturedNode(name, "call", target, args, kwargs, dtype, shape, outputs)
-        node.module, node.module_class = module, module_class
-        node.mutates, node.attributes = mutates, dict(attributes or {})
-        return self._add(node)
-
-    def shape(self, ref: Ref) -> Shape:
-        return self.nodes[ref.index].shape
-
-    def view(self, x: Ref, *sizes: int) -> Ref:
-        return self.call("view", x, *sizes, shape=(None, *sizes[1:]))
-
-    def last(self, x: Ref, low: int | None, high: int | None) -> Ref:
-        """x[..., low:high], for a last dimension that is known."""
-        *lead, size = self.shape(x)
-        assert size is not None
-        width = (size if high is None else high) - (low or 0)
-        key = ("...", {"slice": (low, high, None)})
-        return self.call("getitem", x, key, shape=(*lead, width))
-
-
 def describe_engine(engine: Engine) -> CapturedGraph:
     """Return the description of a model's forward, as Dynamo hands it on."""
     return CapturedGraph(tuple(_Model(engine).build().nodes))
 
 
-class _Model(Description):
+class _Model(NodeWriter):
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.engine = engine
+
     def build(self) -> "_Model":
         e = self.engine
         ids = self.placeholder("input", "input_ids", "int32", (None,))

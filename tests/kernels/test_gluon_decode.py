@@ -1,15 +1,12 @@
 """The GEMM of few rows in Gluon: with DeepGEMM's bits, on a GPU."""
 
 import importlib
-import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from kernels_compiled import printed_by
 from torch import Tensor
 
 from jetrl_compile.kernels import ops
@@ -107,17 +104,11 @@ def test_the_provider_takes_it_and_repeats_it(monkeypatch: pytest.MonkeyPatch) -
 
 def test_it_compiles_for_hopper() -> None:
     """It waits before it reads, uses the tensor cores, and spills no register."""
-    script = Path(__file__).parent / "compile_decode.py"
-    variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env=variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    from jetrl_compile.kernels.provider_deep_gemm import _has_gluon
+
+    if not _has_gluon():
+        pytest.skip("this Triton's Gluon is another one")
+    kernels = printed_by(Path(__file__).parent / "compile_decode.py")
     assert [rows for rows, _, _ in kernels] == [8] * 4 + [16] * 4
     for _, local, instructions in kernels:
         assert local == 0
@@ -161,7 +152,7 @@ def test_which_gemms_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("version", "known"),
-    [("3.6.0", True), ("3.7.1+git1", True), ("3.5.9", False), ("3.9.0", False)],
+    [("3.6.0", True), ("3.6.1+git1", True), ("3.5.9", False), ("3.7.0", False)],
 )
 def test_other_tritons_leave_it_to_deep_gemm(
     version: str, known: bool, monkeypatch: pytest.MonkeyPatch
