@@ -24,7 +24,7 @@ from vllm_throughput import ENGINES, PROMPT
 
 from jetrl_compile.bench.models import BUILT_IN
 
-ATTENTION = "FlashAttnFwdSm90"
+ATTENTION = ("FlashAttnFwdSm90", "decode_attention_kernel")
 LONGEST = 12  # kernels between the layers of two steps that are printed
 STEPS = 24  # that are generated while the profiler is on
 Event = tuple[int, int, str]  # start and length in ns, name
@@ -75,9 +75,14 @@ def start(name: str, folder: str, sequences: list[int], cache: int) -> Any:
     return kernels
 
 
+def attends(event: Event) -> bool:
+    """Return whether a kernel is the one of attention."""
+    return any(name in event[2] for name in ATTENTION)
+
+
 def layers(events: Sequence[Event]) -> list[list[Event]]:
     """Return layers of the most frequent length, each with the event behind it."""
-    at = [place for place, event in enumerate(events) if ATTENTION in event[2]]
+    at = [place for place, event in enumerate(events) if attends(event)]
     spans = list(pairwise(at))
     if not spans:
         return []
@@ -96,7 +101,7 @@ def steps(events: Sequence[Event], kept: int, layer: float) -> dict[str, Any] | 
         kept: Attentions of a step.
         layer: Median of a layer in us.
     """
-    at = [place for place, event in enumerate(events) if ATTENTION in event[2]]
+    at = [place for place, event in enumerate(events) if attends(event)]
     found = []
     for first in range(0, len(at) - kept, kept):
         part = events[at[first] : at[first + kept] + 1]

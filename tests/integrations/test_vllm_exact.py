@@ -71,6 +71,9 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     module.AttentionBackendEnum = SimpleNamespace(CUSTOM="custom")
     module.register_backend = found.__setitem__
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    attention: Any = ModuleType("vllm.v1.attention")
+    attention.selector = SimpleNamespace()
+    monkeypatch.setitem(sys.modules, attention.__name__, attention)
     return found
 
 

@@ -20,6 +20,10 @@ from jetrl_compile.integrations.vllm.compilation import set_up
 from jetrl_compile.integrations.vllm.exact import log_probs_kernel, set_up_exact
 from jetrl_compile.integrations.vllm.layout import kind_of, part_names
 from jetrl_compile.integrations.vllm.linear import JetRLLinearMethod
+from jetrl_compile.integrations.vllm.own_attention import (
+    DECODE_KERNEL,
+    set_up_decode,
+)
 from jetrl_compile.integrations.vllm.settings import Reports, Settings, read_settings
 from jetrl_compile.integrations.vllm.weight_state import WeightState
 from jetrl_compile.kernels.exact_kernels import bf16_gemm_provider
@@ -38,6 +42,7 @@ class JetRLConfig(QuantizationConfig):
         reports: What the passes did, a `CompileReport` a compiled graph.
         fused: Whether vLLM compiles the model, so that the passes run.
         attention: In exact mode, the kernel of attention.
+        decode_attention: Else, what runs it where each sequence has one query.
         log_probs: In exact mode, the kernel of `jetrl::log_probs` for the trainer.
         push_plan: Where pushed weights go, once it is known.
     """
@@ -50,6 +55,7 @@ class JetRLConfig(QuantizationConfig):
         self.fused = False
         self.push_plan: Any = None
         self.attention = ""
+        self.decode_attention = ""
         self.log_probs = "aten"
         self._settings: Settings | None = None
 
@@ -85,6 +91,9 @@ class JetRLConfig(QuantizationConfig):
             if self._settings.exact:
                 self.attention = set_up_exact(engine, self.fused)
                 self.log_probs = log_probs_kernel(engine)
+            else:
+                kept = set_up_decode(engine)
+                self.decode_attention = f"vLLM's: {kept}" if kept else DECODE_KERNEL
         return self._settings
 
     def get_quant_method(

@@ -228,6 +228,7 @@ def _live(model: nn.Module) -> Any:
     config = config_of(model)
     guard_heads(model)
     ranks = get_tensor_model_parallel_world_size()
+    decodes = getattr(config, "decode_attention", "")
     with vllm.ir.enable_torch_wrap(config.fused):
         return trace_live(
             model,
@@ -240,6 +241,7 @@ def _live(model: nn.Module) -> Any:
             meta={
                 "engine": "vllm",
                 "tensor_parallel": str(ranks),
+                **({"decode_attention": decodes} if decodes else {}),
                 "device": next(model.parameters()).device.type,
             },
         )

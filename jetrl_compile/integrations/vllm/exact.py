@@ -17,6 +17,7 @@ from torch import nn
 
 from jetrl_compile.errors import ModelError
 from jetrl_compile.integrations.vllm.live_model import config_of
+from jetrl_compile.integrations.vllm.own_attention import KV_DTYPES, use_backend
 from jetrl_compile.kernels.attention_kernels import attention_kernel
 
 LOGPROBS_MODE = "processed_logprobs"
@@ -24,7 +25,6 @@ BACKENDS = {
     "fa3": "jetrl_compile.integrations.vllm.exact_flash.ExactFlashBackend",
     "triton": "jetrl_compile.integrations.vllm.exact_triton.ExactTritonBackend",
 }
-_KV_DTYPES = ("auto", "bfloat16")
 
 
 def exact_settings(recipe: str = "jetrl") -> dict[str, Any]:
@@ -49,7 +49,7 @@ def refusals(engine: Any) -> Iterator[str]:
         if size != 1:
             yield f"{name}={size}: sums over ranks have an order of their own; use 1"
     dtype = getattr(engine.cache_config, "cache_dtype", "auto")
-    if dtype not in _KV_DTYPES:
+    if dtype not in KV_DTYPES:
         yield f"kv_cache_dtype={dtype!r}: the trainer keeps keys in BF16; use 'auto'"
     if getattr(engine, "speculative_config", None) is not None:
         yield "speculative decoding samples what another model proposes; leave it out"
@@ -91,14 +91,8 @@ def set_up_exact(engine: Any, compiles: bool) -> str:
         )
     if reasons:
         raise ModelError("exact mode cannot hold here: " + "; ".join(reasons))
-    from vllm.v1.attention.backends.registry import (
-        AttentionBackendEnum,
-        register_backend,
-    )
-
     kernel = attention_kernel("cuda", int(engine.model_config.get_head_size()))
-    register_backend(AttentionBackendEnum.CUSTOM, BACKENDS[kernel])
-    engine.attention_config.backend = AttentionBackendEnum.CUSTOM
+    use_backend(engine, BACKENDS[kernel])
     if kernel == "fa3":
         engine.attention_config.flash_attn_version = 3
     return kernel

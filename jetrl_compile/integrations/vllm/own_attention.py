@@ -1,0 +1,96 @@
+"""Gives an engine one of the project's attention backends, by vLLM's registry.
+
+In the default mode that is FlashAttention 3, with the project's kernel for steps that
+decode; a backend that the user names stays. Exact mode has its own (`exact.py`).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from jetrl_compile.kernels.decode_attention import unsupported
+from jetrl_compile.kernels.provider import no_hopper
+
+DECODE_BACKEND = "jetrl_compile.integrations.vllm.decode_backend.DecodeBackend"
+DECODE_KERNEL = "jetrl.decode_attention"
+KV_DTYPES = ("auto", "bfloat16")
+
+
+def use_backend(engine: Any, path: str) -> None:
+    """Let the layers that are made from now on have an attention backend.
+
+    Args:
+        engine: vLLM's config of the engine.
+        path: Of the class, which calls itself CUSTOM.
+    """
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import (
+        AttentionBackendEnum,
+        register_backend,
+    )
+
+    register_backend(AttentionBackendEnum.CUSTOM, path)
+    # vLLM remembers the class of a name: another engine of this process may have had
+    # another one under it.
+    remembered = getattr(selector, "_cached_get_attn_backend", None)
+    if hasattr(remembered, "cache_clear"):
+        remembered.cache_clear()
+    engine.attention_config.backend = AttentionBackendEnum.CUSTOM
+
+
+def set_up_decode(engine: Any) -> str | None:
+    """Give an engine the kernel for steps that decode, where it can run.
+
+    Args:
+        engine: vLLM's config of the engine.
+
+    Returns:
+        Why it has vLLM's attention alone, or None.
+    """
+    reason = next(reasons(engine), None)
+    if reason is None:
+        use_backend(engine, DECODE_BACKEND)
+    return reason
+
+
+def reasons(engine: Any) -> Iterator[str]:
+    """Yield why an engine keeps vLLM's attention.
+
+    Args:
+        engine: vLLM's config.
+    """
+    attention = getattr(engine, "attention_config", None)
+    if attention is None:
+        yield "this vLLM has no attention_config"
+        return
+    if attention.backend is not None:
+        yield f"the backend {attention.backend} was asked for"
+    version = getattr(attention, "flash_attn_version", None)
+    if version not in (None, 3):
+        yield f"FlashAttention {version} was asked for"
+    missing = no_hopper()
+    if missing:
+        yield missing
+    from vllm import envs
+
+    if getattr(envs, "VLLM_BATCH_INVARIANT", False):
+        yield "VLLM_BATCH_INVARIANT is set, and its sums depend on the batch"
+    dtype = getattr(engine.cache_config, "cache_dtype", "auto")
+    if dtype not in KV_DTYPES:
+        yield f"keys and values are kept in {dtype}"
+    if getattr(engine, "speculative_config", None) is not None:
+        yield "speculative decoding has more than one query a sequence"
+    if getattr(engine, "kv_transfer_config", None) is not None:
+        yield "connectors of caches know vLLM's backends alone"
+    parallel, model = engine.parallel_config, engine.model_config
+    if getattr(parallel, "decode_context_parallel_size", 1) != 1:
+        yield "keys are spread over ranks"
+    for name in ("use_mla", "is_encoder_decoder", "is_hybrid"):
+        if getattr(model, name, False):
+            yield f"the model has {name}"
+    why = unsupported(
+        model.get_num_attention_heads(parallel),
+        model.get_num_kv_heads(parallel),
+        model.get_head_size(),
+    )
+    if why:
+        yield why

@@ -1,0 +1,154 @@
+"""Attention of a step in which each sequence has one query, over vLLM's paged cache.
+
+FlashAttention 3 takes 13, 33 and 94 us of a layer of Qwen3-8B with 8, 64 and 256
+sequences of 150 tokens, where reading their keys and values takes 2, 9 and 38
+(docs/log.md, 2026-12-01). This kernel is made for that step alone. It is no part of
+exact mode: a query's sums depend on how many sequences there are.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from jetrl_compile.errors import PrecisionFlowError
+from jetrl_compile.kernels.decode_attention_kernels import (
+    ROWS,
+    decode_attention_kernel,
+)
+from jetrl_compile.kernels.launch_recorder import launch_kernel
+from jetrl_compile.kernels.triton_device import multiprocessors, on_device, overlaps
+
+MAX_HEAD_SIZE = 256
+MAX_SPLITS = 16  # parts of a sequence's keys
+KEYS = 64  # of a block
+LEAST = 128  # keys of a part
+PROGRAMS = 4  # a multiprocessor: with fewer, keys are spread over programs
+WARPS = 4
+STAGES = 4  # of the loop over blocks, of which one reads pages
+
+
+def unsupported(heads: int, heads_k: int, size: int) -> str | None:
+    """Return why the kernel cannot run an attention, or None if it can.
+
+    Args:
+        heads: Of queries.
+        heads_k: Of keys.
+        size: Of a head.
+    """
+    if size > MAX_HEAD_SIZE:
+        return f"a head of {size} is longer than {MAX_HEAD_SIZE}"
+    if heads % heads_k or heads // heads_k > ROWS:
+        return f"{heads} heads of queries on {heads_k} of keys: at most {ROWS} on one"
+    return None
+
+
+def splits_of(programs: int, processors: int) -> int:
+    """Return into how many parts the keys of a sequence are split, at most.
+
+    Args:
+        programs: Without splitting: sequences times heads of keys.
+        processors: Streaming multiprocessors of the GPU.
+    """
+    wanted = max(1, PROGRAMS * processors // max(1, programs))
+    return min(MAX_SPLITS, 1 << (wanted.bit_length() - 1))
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    out: Tensor,
+    lengths: Tensor,
+    block_table: Tensor,
+    slots: Tensor,
+    arrived: Tensor,
+    scale: float,
+    splits: int = 0,
+) -> Tensor:
+    """Write keys and values of a step into a paged cache, and attend to all.
+
+    Args:
+        q: (N, Hq, D) in BF16, columns adjacent: one query of each of N sequences.
+        k: (N, Hkv, D) in BF16, like `q`: its key.
+        v: Like `k`: its value.
+        key_cache: (pages, page size, Hkv, D) in BF16, any strides but columns adjacent;
+            written.
+        value_cache: Like `key_cache`.
+        out: (N, Hq, D) in BF16, contiguous; written. Zeros where a length is 0.
+        lengths: (N,), int32: keys of each sequence, this step's included; 0 for rows of
+            padding.
+        block_table: (N, most pages), int32, columns adjacent: each sequence's pages.
+        slots: (N,), int64: page times page size plus row where each key is written;
+            below 0: nowhere.
+        arrived: N Hkv zeros or more, int32; all are zero again when it is done. Not
+            made while a CUDA graph is captured, and not shared by calls that may run at
+            the same time.
+        scale: What q k^T is multiplied by.
+        splits: Parts of a sequence's keys, at most, a power of 2; 0: by the GPU's size.
+
+    Returns:
+        `out`.
+
+    Raises:
+        PrecisionFlowError: A head is too long, or too many heads share a key's.
+    """
+    sequences, heads, size = q.shape
+    heads_k = k.shape[1]
+    why = unsupported(heads, heads_k, size)
+    if why is not None:
+        raise PrecisionFlowError(f"decode attention cannot run: {why}; use another one")
+    if not sequences:
+        return out
+    splits = splits or splits_of(sequences * heads_k, multiprocessors(q.device))
+    parts, part_max, part_sum = out, out, out
+    if splits > 1:
+        shape = (sequences, heads, splits)
+        parts = torch.empty((*shape, size), dtype=torch.float32, device=q.device)
+        part_max = torch.empty(shape, dtype=torch.float32, device=q.device)
+        part_sum = torch.empty(shape, dtype=torch.float32, device=q.device)
+    grid = (heads_k * splits, sequences)
+    with on_device(q):
+        launch_kernel(decode_attention_kernel, grid, overlaps(q.device))(
+            q,
+            k,
+            v,
+            key_cache,
+            value_cache,
+            out,
+            parts,
+            part_max,
+            part_sum,
+            arrived,
+            lengths,
+            slots,
+            block_table,
+            block_table.stride(0),
+            scale * math.log2(math.e),
+            q.stride(0),
+            q.stride(1),
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            key_cache.stride(0),
+            key_cache.stride(1),
+            key_cache.stride(2),
+            value_cache.stride(0),
+            value_cache.stride(1),
+            value_cache.stride(2),
+            HEADS=heads,
+            GROUP=heads // heads_k,
+            SIZE=size,
+            WIDTH=max(16, 1 << (size - 1).bit_length()),
+            PAGE=key_cache.shape[1],
+            ROWS=ROWS,
+            KEYS=KEYS,
+            SPLITS=splits,
+            LEAST=LEAST,
+            num_warps=WARPS,
+            num_stages=STAGES,
+        )
+    return out
