@@ -79,7 +79,12 @@ class Engines:
     """An actor and a reference model of one way."""
 
     def __init__(
-        self, folder: str, way: Way, rows: list[list[int]], micro: int
+        self,
+        folder: str,
+        way: Way,
+        rows: list[list[int]],
+        micro: int,
+        reference: bool = True,
     ) -> None:
         on_gpu = torch.cuda.is_available()
         override = dict(way.override)
@@ -96,7 +101,7 @@ class Engines:
             return engine
 
         self.actor = self.reference = made(optimizer_offload=True)
-        if on_gpu or not way.plain:  # verl's pins memory
+        if reference and (on_gpu or not way.plain):  # verl's pins memory
             self.reference = made(forward_only=True)
         batch = {"rows": rows, "packed": way.packed}
         self.train = lambda: make_batch(**batch, micro=micro, entropy=False)
@@ -203,7 +208,7 @@ def measure(
         ids = torch.randint(3, config.vocab_size, size, generator=generator).tolist()
         engines = {}
         for name in names:
-            engines[name] = Engines(folder, WAYS[name], ids, micro)
+            engines[name] = Engines(folder, WAYS[name], ids, micro, REFERENCE in phases)
             gc.collect()
             typer.echo(f"{name}: made")
     for phase in phases:
