@@ -2,9 +2,11 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
+from kernels_compiled import printed_by
 from torch import Tensor
 
 if not torch.cuda.is_available():
@@ -80,8 +82,8 @@ def make(
     count, pages = len(lengths), -(-max(lengths) // page) + 1
     qkv = torch.randn((count, (heads + 2 * heads_k) * size), generator=generator)
     qkv[:, : heads * size] *= spread
-    parts = qkv.bfloat16().to(DEVICE).split([heads * size] + [heads_k * size] * 2, 1)
-    q, k, v = (x.view(count, -1, size) for x in parts)
+    qkv = qkv.bfloat16().to(DEVICE).view(count, -1, size)
+    q, k, v = qkv.tensor_split((heads, heads + heads_k), 1)
     shape = (count * pages + 3, 2, page, heads_k, size)
     cache = torch.randn(shape, generator=generator).bfloat16().to(DEVICE)
     if by_head:  # vLLM's layout HND
@@ -270,3 +272,14 @@ def test_splits_fill_the_gpu() -> None:
         1,
         1,
     ]
+
+
+def test_it_compiles_for_hopper() -> None:
+    lines = printed_by(Path(__file__).parent / "compile_attention.py")
+    assert len(lines) == 8
+    for splits, local, names in lines:
+        assert not local
+        # Keys and values are copied ahead while the block before is multiplied.
+        assert names.index("cp.async.cg") < names.index("mma.sync")
+        assert "cp.async.cg" in names[names.index("mma.sync") :]
+        assert any(name.startswith("atom.") for name in names) == (splits > 1)

@@ -31,8 +31,8 @@ def use_backend(engine: Any, path: str) -> None:
     register_backend(AttentionBackendEnum.CUSTOM, path)
     # vLLM remembers the class of a name: another engine of this process may have had
     # another one under it.
-    remembered = getattr(selector, "_cached_get_attn_backend", None)
-    if hasattr(remembered, "cache_clear"):
+    remembered: Any = getattr(selector, "_cached_get_attn_backend", None)
+    if remembered is not None:
         remembered.cache_clear()
     engine.attention_config.backend = AttentionBackendEnum.CUSTOM
 

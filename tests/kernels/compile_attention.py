@@ -1,0 +1,83 @@
+"""Compile the attention of decoded steps for Hopper, and print what its PTX has.
+
+    python tests/kernels/compile_attention.py
+
+Needs Triton with its ptxas, and no GPU. Prints a JSON list a kernel: its splits, how
+often it names local memory, instructions of interest in their order, repeats once.
+"""
+
+import importlib
+import json
+import re
+from itertools import groupby
+from typing import Any
+
+from jetrl_compile.kernels.decode_attention import KEYS, LEAST, STAGES, WARPS
+from jetrl_compile.kernels.decode_attention_kernels import (
+    ROWS,
+    decode_attention_kernel,
+)
+
+triton: Any = importlib.import_module("triton")
+compiler: Any = importlib.import_module("triton.compiler")
+GPUTarget: Any = importlib.import_module("triton.backends.compiler").GPUTarget
+POINTERS = {
+    **dict.fromkeys(("q", "k", "v", "key_cache", "value_cache", "out"), "*bf16"),
+    **dict.fromkeys(("parts", "part_max", "part_sum"), "*fp32"),
+    **dict.fromkeys(("arrived", "lengths", "block_table"), "*i32"),
+    "slots": "*i64",
+    "scale": "fp32",
+}
+SEEN = r"ld\.global|cp\.async\.cg|mma\.sync|atom\.\w+|st\.global"
+
+
+def seen(heads: int, heads_k: int, size: int, splits: int) -> tuple[int, list[str]]:
+    """Return how often local memory is named, and instructions in their order."""
+    values = {
+        "HEADS": heads,
+        "GROUP": heads // heads_k,
+        "SIZE": size,
+        "WIDTH": 1 << (size - 1).bit_length(),
+        "PAGE": 16,
+        "ROWS": ROWS,
+        "KEYS": KEYS,
+        "SPLITS": splits,
+        "LEAST": LEAST,
+    }
+    names = decode_attention_kernel.arg_names
+    types = dict(POINTERS)
+    if splits == 1:  # `out` stands for what is not used
+        types |= dict.fromkeys(("parts", "part_max", "part_sum"), "*bf16")
+    signature = {
+        name: "constexpr" if name in values else types.get(name, "i32")
+        for name in names
+    }
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if name not in values and name not in ("table_stride", "scale")
+    }
+    source = compiler.ASTSource(
+        fn=decode_attention_kernel,
+        signature=signature,
+        constexprs=values,
+        attrs=aligned,
+    )
+    made = triton.compile(
+        source,
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": WARPS, "num_stages": STAGES},
+    )
+    ptx = made.asm["ptx"]
+    return ptx.count(".local "), [name for name, _ in groupby(re.findall(SEEN, ptx))]
+
+
+def main() -> None:
+    """Print a line a kernel."""
+    for heads, heads_k, size in ((32, 8, 128), (9, 3, 64), (64, 8, 80), (16, 1, 256)):
+        for splits in (1, 8):
+            print(json.dumps([splits, *seen(heads, heads_k, size, splits)]))
+
+
+if __name__ == "__main__":
+    main()
