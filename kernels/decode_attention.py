@@ -1,7 +1,7 @@
 """Attention of a step in which each sequence has one query, over vLLM's paged cache.
 
-FlashAttention 3 takes 13, 33 and 94 us of a layer of Qwen3-8B with 8, 64 and 256
-sequences of 150 tokens, where reading their keys and values takes 2, 9 and 38
+FlashAttention 3 takes 13, 31 and 95 us of a layer of Qwen3-8B with 8, 64 and 256
+sequences of 160 tokens, where reading their keys and values takes 1, 10 and 40
 (docs/log.md, 2026-12-01). This kernel is made for that step alone. It is no part of
 exact mode: a query's sums depend on how many sequences there are.
 """
@@ -63,26 +63,27 @@ def decode_attention(
     out: Tensor,
     lengths: Tensor,
     block_table: Tensor,
-    slots: Tensor,
+    slots: Tensor | None,
     arrived: Tensor,
     scale: float,
     splits: int = 0,
 ) -> Tensor:
-    """Write keys and values of a step into a paged cache, and attend to all.
+    """Attend to a paged cache and a step's own keys and values, and write these there.
 
     Args:
         q: (N, Hq, D) in BF16, columns adjacent: one query of each of N sequences.
         k: (N, Hkv, D) in BF16, like `q`: its key.
         v: Like `k`: its value.
         key_cache: (pages, page size, Hkv, D) in BF16, any strides but columns adjacent;
-            written.
+            written if there are slots. Then no sequence may read a row that another one
+            writes in this step.
         value_cache: Like `key_cache`.
         out: (N, Hq, D) in BF16, contiguous; written. Zeros where a length is 0.
         lengths: (N,), int32: keys of each sequence, this step's included; 0 for rows of
             padding.
         block_table: (N, most pages), int32, columns adjacent: each sequence's pages.
         slots: (N,), int64: page times page size plus row where each key is written;
-            below 0: nowhere.
+            below 0: nowhere. None: somebody else writes all of them.
         arrived: N Hkv zeros or more, int32; all are zero again when it is done. Not
             made while a CUDA graph is captured, and not shared by calls that may run at
             the same time.
@@ -93,13 +94,24 @@ def decode_attention(
         `out`.
 
     Raises:
-        PrecisionFlowError: A head is too long, or too many heads share a key's.
+        PrecisionFlowError: A head is too long, too many heads share a key's, a tensor
+            is not BF16, or `arrived` is too short.
     """
     sequences, heads, size = q.shape
     heads_k = k.shape[1]
     why = unsupported(heads, heads_k, size)
     if why is not None:
         raise PrecisionFlowError(f"decode attention cannot run: {why}; use another one")
+    if any(x.dtype != torch.bfloat16 for x in (q, k, v, key_cache, value_cache, out)):
+        raise PrecisionFlowError(
+            f"decode attention got {q.dtype} queries, a cache of {key_cache.dtype} and "
+            f"a result of {out.dtype}; it needs torch.bfloat16, use another one"
+        )
+    if arrived.numel() < sequences * heads_k:
+        raise PrecisionFlowError(
+            f"decode attention got {arrived.numel()} counters and needs {sequences} "
+            f"sequences times {heads_k} heads; make more zeros"
+        )
     if not sequences:
         return out
     splits = splits or splits_of(sequences * heads_k, multiprocessors(q.device))

@@ -1,11 +1,11 @@
 """The Triton kernel of a decoded step's attention; `decode_attention` launches it.
 
 A program has one sequence and the query heads of one key head, or one of several parts
-of its keys. It writes the step's own key and value into the cache, reads the others in
-blocks, and keeps maximum, sum of weights and weighted sum in FP32; weights are rounded
-to BF16 for their product with values, as FlashAttention does. Of several parts, the
-program that is done last merges all, in ascending order, so that bits do not depend on
-which one that is.
+of its keys. The step's own key and value are given to it, and it writes them into the
+cache if it is told where. It reads the others in blocks, and keeps maximum, sum of
+weights and weighted sum in FP32; weights are rounded to BF16 for their product with
+values, as FlashAttention does. Of several parts, the program that is done last merges
+all, in ascending order, so that bits do not depend on which one that is.
 """
 
 from collections.abc import Callable
@@ -141,13 +141,14 @@ def decode_attention_kernel(
     own = within & last
     own_k = tl.load(k + sequence * k_row + head * k_head + col, mask=own, other=0.0)
     own_v = tl.load(v + sequence * v_row + head * v_head + col, mask=own, other=0.0)
-    slot = tl.load(slots + sequence).to(tl.int64)
-    page, place = slot // PAGE, slot % PAGE
-    written = own & (slot >= 0)
-    at = page * key_page + place * key_row + head * key_head
-    tl.store(key_cache + at + col, own_k, mask=written)
-    at = page * value_page + place * value_row + head * value_head
-    tl.store(value_cache + at + col, own_v, mask=written)
+    if slots is not None:
+        slot = tl.load(slots + sequence).to(tl.int64)
+        page, place = slot // PAGE, slot % PAGE
+        written = own & (slot >= 0)
+        at_k = page * key_page + place * key_row + head * key_head
+        tl.store(key_cache + at_k + col, own_k, mask=written)
+        at_v = page * value_page + place * value_row + head * value_head
+        tl.store(value_cache + at_v + col, own_v, mask=written)
     score = tl.sum(tile_q.to(tl.float32) * own_k.to(tl.float32)[None, :], axis=1)
     highest = tl.where(last, score * scale, float("-inf"))
     total = tl.where(last, tl.full((ROWS,), 1.0, tl.float32), 0.0)

@@ -6,6 +6,7 @@ With vLLM installed its classes run, without its kernels; else stand-ins of them
 from dataclasses import dataclass, field
 from enum import Enum
 from importlib import import_module
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ def stand_ins() -> dict[str, ModuleType]:
     """What the backend imports of vLLM."""
 
     class Support(Enum):
+        ALWAYS = 3
         UNIFORM_BATCH = 2
 
     class Kind(str, Enum):
@@ -33,14 +35,20 @@ def stand_ins() -> dict[str, ModuleType]:
         def __init__(
             self, spec: Any, names: list[str], config: Any, device: Any
         ) -> None:
-            self.num_heads_kv = HEADS_K
+            pass
 
         def build(self, prefix: int, common: Any, fast_build: bool = False) -> Any:
-            return SimpleNamespace(**vars(common), fast=fast_build, common=prefix)
+            schedule = None if fast_build else torch.zeros(1)
+            return SimpleNamespace(**vars(common), scheduler_metadata=schedule)
+
+        def update_block_table(self, metadata: Any, table: Any, slots: Any) -> Any:
+            given = {**vars(metadata), "block_table": table, "slot_mapping": slots}
+            return SimpleNamespace(**given)
 
     class Impl:
         def __init__(self, *args: Any, **more: Any) -> None:
-            self.scale, self.attn_type = args[2], more.get("attn_type", Kind.DECODER)
+            self.num_heads, self.head_size, self.scale, self.num_kv_heads = args[:4]
+            self.attn_type = more.get("attn_type", Kind.DECODER)
             self.alibi_slopes, window = args[4], args[5]
             self.sliding_window = (-1, -1) if window is None else (window - 1, 0)
             self.logits_soft_cap = more.get("logits_soft_cap") or 0
@@ -55,6 +63,8 @@ def stand_ins() -> dict[str, ModuleType]:
         def forward(
             self, layer: Any, q: Any, k: Any, v: Any, cache: Any, step: Any, *o: Any
         ) -> Any:
+            if step is None:
+                return o[0].fill_(0)
             keys, values = cache.unbind(1)
             modules[flash].flash_attn_varlen_func(
                 q=q,
@@ -115,14 +125,24 @@ class Rollout:
         self.impl = self.make_impl()
         self.builder = self.make_builder(self.impl)
 
-    def make_impl(self, *, window: int | None = None, **more: Any) -> Any:
+    def make_impl(
+        self,
+        *,
+        heads: int = HEADS,
+        size: int = SIZE,
+        window: int | None = None,
+        alibi: list[float] | None = None,
+        **more: Any,
+    ) -> Any:
         made = self.backend.DecodeImpl(
-            HEADS, SIZE, SIZE**-0.5, HEADS_K, None, window, "auto", **more
+            heads, size, size**-0.5, HEADS_K, alibi, window, "auto", **more
         )
         made.vllm_flash_attn_version = 3
         return made
 
-    def make_builder(self, *impls: Any) -> Any:
+    def make_builder(
+        self, *impls: Any, caching: bool = False, captured: int = 0
+    ) -> Any:
         base: Any = import_module("vllm.model_executor.layers.attention_layer_base")
 
         class Layer(base.AttentionLayerBase):  # type: ignore[misc]
@@ -144,10 +164,12 @@ class Rollout:
                 get_head_size=lambda: SIZE,
             ),
             parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1),
-            cache_config=SimpleNamespace(cache_dtype="auto"),
+            cache_config=SimpleNamespace(
+                cache_dtype="auto", enable_prefix_caching=caching
+            ),
             compilation_config=SimpleNamespace(
                 cudagraph_mode=mode,
-                max_cudagraph_capture_size=0,
+                max_cudagraph_capture_size=captured,
                 static_forward_context=layers,
             ),
             attention_config=SimpleNamespace(
@@ -161,8 +183,14 @@ class Rollout:
         device = torch.device("cpu")
         return self.backend.DecodeBuilder(spec, list(layers), config, device)
 
-    def step(self, prefix: int = 0, **batch: int) -> list[str]:
-        """Run a step of some new tokens a sequence; return which of vLLM's ran."""
+    def step(self, prefix: int = 0, padding: int = 0, **batch: int) -> list[str]:
+        """Run a step of some new tokens a sequence; return which of vLLM's ran.
+
+        Args:
+            prefix: Tokens that all sequences begin with, as vLLM says it.
+            padding: Rows without a sequence, as a captured graph has them.
+            **batch: New tokens by sequence.
+        """
         slots, lengths, starts = [], [], [0]
         for name, count in batch.items():
             table = self.tables.setdefault(name, [])
@@ -173,33 +201,27 @@ class Rollout:
                 slots.append(table[-1] * PAGE + place % PAGE)
             lengths.append(len(keys) + count)
             starts.append(starts[-1] + count)
-        total = starts[-1]
-        width = (HEADS + 2 * HEADS_K) * SIZE
-        qkv = torch.randn((total, width), generator=self.generator).bfloat16()
-        q, k, v = qkv.view(total, -1, SIZE).tensor_split((HEADS, HEADS + HEADS_K), 1)
-        tables = torch.zeros((len(batch), 8), dtype=torch.int32)
+        tokens = starts[-1]
+        rows = tokens + padding + 3  # vLLM's buffers go on behind a step
+        qkv = torch.randn((rows, HEADS + 2 * HEADS_K, SIZE), generator=self.generator)
+        q, k, v = qkv.bfloat16().tensor_split((HEADS, HEADS + HEADS_K), 1)
+        tables = torch.zeros((len(batch) + padding, 8), dtype=torch.int32)
         for row, name in enumerate(batch):
             tables[row, : len(self.tables[name])] = torch.tensor(self.tables[name])
-        common = SimpleNamespace(
-            query_start_loc=torch.tensor(starts, dtype=torch.int32),
-            seq_lens=torch.tensor(lengths, dtype=torch.int32),
-            num_reqs=len(batch),
-            num_actual_tokens=total,
-            max_query_len=max(batch.values()),
-            max_seq_len=max(lengths),
-            block_table_tensor=tables,
-            block_table=tables,
-            slot_mapping=torch.tensor(slots),
-            causal=True,
-            mm_req_doc_ranges=None,
+        common = step_of(
+            lengths + [0] * padding,
+            starts + [tokens + row + 1 for row in range(padding)],
+            tables,
+            slots + [-1] * padding,
         )
         made = self.builder.build(prefix, common)
-        out = torch.full((total, HEADS, SIZE), float("nan")).bfloat16()
+        out = torch.full((rows, HEADS, SIZE), float("nan")).bfloat16()
         self.context.attn_metadata = {NAME: made}
         self.calls.clear()
         update = self.impl.do_kv_cache_update
         update(self.layer, k, v, self.cache, common.slot_mapping)
         self.impl.forward(self.layer, q, k, v, self.cache, made, out)
+        assert out[common.num_actual_tokens :].isnan().all(), "another step's rows"
         for row, (name, count) in enumerate(batch.items()):
             keys, values = self.seen[name]
             for at in range(starts[row], starts[row] + count):
@@ -209,7 +231,38 @@ class Rollout:
                 torch.testing.assert_close(
                     out[at].double(), wanted, rtol=2**-7, atol=2**-7
                 )
+        self.check_cache()
         return list(self.calls)
+
+    def check_cache(self) -> None:
+        """Check that all keys and values are where they should be."""
+        for name, kept in self.seen.items():
+            pages = torch.tensor(self.tables[name])
+            for which, rows in enumerate(kept):
+                found = self.cache[pages, which].flatten(0, 1)[: len(rows)]
+                assert torch.equal(found, torch.stack(rows)), name
+
+
+def step_of(
+    lengths: list[int], starts: list[int], tables: Tensor, slots: list[int]
+) -> Any:
+    """Return what vLLM's runner says of a step."""
+    counts = [end - start for start, end in pairwise(starts)]
+    starting = torch.tensor(starts, dtype=torch.int32)
+    return SimpleNamespace(
+        query_start_loc=starting,
+        query_start_loc_cpu=starting,
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        num_reqs=len(lengths),
+        num_actual_tokens=starts[-1],
+        max_query_len=max(counts),
+        max_seq_len=max(lengths),
+        block_table_tensor=tables,
+        block_table=tables,
+        slot_mapping=torch.tensor(slots),
+        causal=True,
+        mm_req_doc_ranges=None,
+    )
 
 
 def attention(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ often it names local memory, instructions of interest in their order, repeats on
 
 import importlib
 import json
+import os
 import re
 from itertools import groupby
 from typing import Any
@@ -18,6 +19,7 @@ from jetrl_compile.kernels.decode_attention_kernels import (
     decode_attention_kernel,
 )
 
+os.environ["TRITON_ALWAYS_COMPILE"] = "1"  # a cache does not know what is here Hopper
 triton: Any = importlib.import_module("triton")
 compiler: Any = importlib.import_module("triton.compiler")
 GPUTarget: Any = importlib.import_module("triton.backends.compiler").GPUTarget
@@ -28,12 +30,18 @@ POINTERS = {
     "slots": "*i64",
     "scale": "fp32",
 }
-SEEN = r"ld\.global|cp\.async\.cg|mma\.sync|atom\.\w+|st\.global"
+TARGET = GPUTarget("cuda", 90, 32)
+SEEN = (
+    r"griddepcontrol\.wait|ld\.global(?:\.cg)?|cp\.async\.cg|mma\.sync|bar\.sync|"
+    r"atom\.global\.\w+\.\w+|st\.global"
+)
 
 
-def seen(heads: int, heads_k: int, size: int, splits: int) -> tuple[int, list[str]]:
+def seen(
+    heads: int, heads_k: int, size: int, splits: int, writes: bool = True
+) -> tuple[int, list[str]]:
     """Return how often local memory is named, and instructions in their order."""
-    values = {
+    values: dict[str, Any] = {
         "HEADS": heads,
         "GROUP": heads // heads_k,
         "SIZE": size,
@@ -44,6 +52,8 @@ def seen(heads: int, heads_k: int, size: int, splits: int) -> tuple[int, list[st
         "SPLITS": splits,
         "LEAST": LEAST,
     }
+    if not writes:
+        values["slots"] = None
     names = decode_attention_kernel.arg_names
     types = dict(POINTERS)
     if splits == 1:  # `out` stands for what is not used
@@ -65,18 +75,30 @@ def seen(heads: int, heads_k: int, size: int, splits: int) -> tuple[int, list[st
     )
     made = triton.compile(
         source,
-        target=GPUTarget("cuda", 90, 32),
+        target=TARGET,
         options={"num_warps": WARPS, "num_stages": STAGES},
     )
     ptx = made.asm["ptx"]
     return ptx.count(".local "), [name for name, _ in groupby(re.findall(SEEN, ptx))]
 
 
+def hopper() -> Any:
+    """Stand for the question which GPU is there."""
+    return TARGET
+
+
 def main() -> None:
     """Print a line a kernel."""
+    # Kernels ask the GPU that is there which instructions they may have.
+    info: Any = importlib.import_module("triton.language.target_info")
+    info.current_target = hopper
     for heads, heads_k, size in ((32, 8, 128), (9, 3, 64), (64, 8, 80), (16, 1, 256)):
         for splits in (1, 8):
             print(json.dumps([splits, *seen(heads, heads_k, size, splits)]))
+    print(json.dumps([8, *seen(32, 8, 128, 8, writes=False)]))
+
+
+hopper.__triton_builtin__ = True  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

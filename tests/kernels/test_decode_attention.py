@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,28 +35,28 @@ pytestmark = [
 
 @dataclass
 class Step:
-    """A step of N sequences: parts of one matrix as q, k, v, and a cache."""
+    """A step of N sequences, and a cache of (pages, page, Hkv, D) twice."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    cache: Tensor
+    keys: Tensor
+    values: Tensor
     lengths: Tensor
     table: Tensor
-    slots: Tensor
+    slots: Any  # a tensor or None
 
     def run(self, splits: int = 0, arrived: Tensor | None = None) -> Tensor:
         if arrived is None:
             arrived = torch.zeros(self.k.shape[0] * self.k.shape[1], dtype=torch.int32)
             arrived = arrived.to(DEVICE)
         out = torch.full(self.q.shape, float("nan"), dtype=self.q.dtype, device=DEVICE)
-        keys, values = self.cache.unbind(1)
         decode_attention(
             self.q,
             self.k,
             self.v,
-            keys,
-            values,
+            self.keys,
+            self.values,
             out,
             self.lengths,
             self.table,
@@ -80,14 +81,19 @@ def make(
 ) -> Step:
     generator = torch.Generator().manual_seed(seed)
     count, pages = len(lengths), -(-max(lengths) // page) + 1
-    qkv = torch.randn((count, (heads + 2 * heads_k) * size), generator=generator)
-    qkv[:, : heads * size] *= spread
-    qkv = qkv.bfloat16().to(DEVICE).view(count, -1, size)
-    q, k, v = qkv.tensor_split((heads, heads + heads_k), 1)
+    qk = torch.randn((count, heads + heads_k, size), generator=generator)
+    qk[:, :heads] *= spread
+    q, k = qk.bfloat16().to(DEVICE).tensor_split((heads,), 1)
+    # Strides of values are others than those of keys.
+    v = torch.randn((count, heads_k + 1, 2 * size), generator=generator)
+    v = v.bfloat16().to(DEVICE)[:, 1:, size:]
     shape = (count * pages + 3, 2, page, heads_k, size)
     cache = torch.randn(shape, generator=generator).bfloat16().to(DEVICE)
+    keys, values = cache.unbind(1)
     if by_head:  # vLLM's layout HND
-        cache = cache.transpose(2, 3).contiguous().transpose(2, 3)
+        keys = keys.transpose(1, 2).contiguous().transpose(1, 2)
+    else:
+        values = values.contiguous()
     order = torch.randperm(count * pages, generator=generator)
     table = order.view(count, pages).int()
     slots = [
@@ -98,7 +104,8 @@ def make(
         q,
         k,
         v,
-        cache,
+        keys,
+        values,
         torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
         table.to(DEVICE),
         torch.tensor(slots, device=DEVICE),
@@ -116,8 +123,8 @@ def check(step: Step, out: Tensor) -> None:
         if not length:
             assert not out[row].any()
             continue
-        pages = step.cache[step.table[row].long()].double()
-        keys, values = pages.unbind(1)
+        pages = step.table[row].long()
+        keys, values = (x[pages].double() for x in (step.keys, step.values))
         keys, values = (x.flatten(0, 1)[:length].clone() for x in (keys, values))
         keys[-1], values[-1] = step.k[row].double(), step.v[row].double()
         keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
@@ -149,23 +156,38 @@ def test_large_scores() -> None:
     check(step, step.run(4))
 
 
-def test_the_cache_gets_the_steps_keys_and_nothing_else() -> None:
-    for splits in (1, 4):
-        step = make()
-        wanted = step.cache.clone()
-        for row, slot in enumerate(step.slots.tolist()):
-            if slot >= 0:
-                wanted[slot // 16, 0, slot % 16] = step.k[row]
-                wanted[slot // 16, 1, slot % 16] = step.v[row]
-        step.run(splits)
-        assert torch.equal(step.cache, wanted)
+@pytest.mark.parametrize(("splits", "by_head"), [(1, False), (1, True), (4, True)])
+def test_the_cache_gets_the_steps_keys_and_nothing_else(
+    splits: int, by_head: bool
+) -> None:
+    step = make(by_head=by_head)
+    step.slots[4] = -1
+    keys, values = step.keys.clone(), step.values.clone()
+    for row, slot in enumerate(step.slots.tolist()):
+        if slot >= 0:
+            keys[slot // 16, slot % 16] = step.k[row]
+            values[slot // 16, slot % 16] = step.v[row]
+    check(step, step.run(splits))
+    assert torch.equal(step.keys, keys)
+    assert torch.equal(step.values, values)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_without_slots_nothing_is_written(splits: int) -> None:
+    step, other = make(), make()
+    other.slots = None
+    keys, values = other.keys.clone(), other.values.clone()
+    assert torch.equal(step.run(splits), other.run(splits))
+    assert torch.equal(other.keys, keys)
+    assert torch.equal(other.values, values)
 
 
 def test_what_lies_in_the_slot_is_not_read() -> None:
     step, other = make(), make()
-    for row, slot in enumerate(other.slots.tolist()):
+    for row, slot in enumerate(step.slots.tolist()):
         if slot >= 0:
-            other.cache[slot // 16, :, slot % 16] = float("nan") if row % 2 else 1e4
+            for x in (other.keys, other.values):
+                x[slot // 16, slot % 16] = float("nan") if row % 2 else 1e4
     assert torch.equal(step.run(2), other.run(2))
 
 
@@ -173,8 +195,38 @@ def test_a_key_beyond_the_length_is_not_read() -> None:
     step, other = make(), make()
     for row, length in enumerate(other.lengths.tolist()):
         page = other.table[row, length // 16].long()
-        other.cache[page, :, length % 16 :] = float("nan")
+        for x in (other.keys, other.values):
+            x[page, length % 16 :] = float("nan")
     assert torch.equal(step.run(2), other.run(2))
+
+
+def test_weights_are_rounded_for_values_and_not_for_their_sum() -> None:
+    """As FlashAttention does, so that one block of keys is known to its last bits."""
+    step = make(lengths=(1, 2, 30, 64), spread=2.0)
+    out = step.run(1)
+    for row, length in enumerate(step.lengths.tolist()):
+        pages = step.table[row].long()
+        keys, values = (
+            x[pages].double().flatten(0, 1)[: length - 1].repeat_interleave(4, 1)
+            for x in (step.keys, step.values)
+        )
+        own_k, own_v = (
+            x[row].double().repeat_interleave(4, 0) for x in (step.k, step.v)
+        )
+        q = step.q[row].double() * 64**-0.5
+        score = torch.cat(
+            (torch.einsum("hd,nhd->hn", q, keys), (q * own_k).sum(1)[:, None]), 1
+        )
+        weights = (score - score.amax(1, keepdim=True)).exp()
+        rounded = weights[:, :-1].bfloat16().double()
+        summed = torch.einsum("hn,nhd->hd", rounded, values)
+        summed += weights[:, -1:] * own_v
+        wanted = summed / weights.sum(1, keepdim=True)
+        size = torch.einsum("hn,nhd->hd", rounded, values.abs()) + weights[:, -1:]
+        # Of scores in FP32 a few weights round to the other neighbour.
+        error = (out[row].double() - wanted).abs()
+        bound = UNIT * wanted.abs() * (1 + UNIT) + 2**-12 * size
+        assert (error <= bound).all(), (row, length, (error / bound).max())
 
 
 def test_rows_do_not_depend_on_each_other() -> None:
@@ -196,21 +248,38 @@ def test_calls_repeat_their_bits() -> None:
 
 
 @pytest.mark.gpu
+def test_a_cache_of_more_than_two_to_the_31_elements() -> None:
+    step, far = make(32, 8, 128), make(32, 8, 128)
+    pages = 140_000
+    shift = pages - len(far.keys)
+    assert shift * far.keys[0].numel() > 2**31
+    for name in ("keys", "values"):
+        near = getattr(far, name)
+        moved = near.new_empty((pages, *near.shape[1:]))
+        moved[shift:] = near
+        setattr(far, name, moved)
+    far.table += shift
+    far.slots += shift * 16
+    assert torch.equal(far.run(2), step.run(2))
+    assert torch.equal(far.keys[shift:], step.keys)
+    assert torch.equal(far.values[shift:], step.values)
+
+
+@pytest.mark.gpu
 def test_a_captured_graph_serves_other_lengths() -> None:
     step = make(lengths=(900,) * 8, heads=32, heads_k=8, size=128)
     arrived = torch.zeros(64, dtype=torch.int32, device=DEVICE)
     step.lengths.fill_(1)
     step.run(16, arrived)
     out = torch.empty_like(step.q)
-    keys, values = step.cache.unbind(1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         decode_attention(
             step.q,
             step.k,
             step.v,
-            keys,
-            values,
+            step.keys,
+            step.values,
             out,
             step.lengths,
             step.table,
@@ -260,6 +329,12 @@ def test_what_it_cannot_run() -> None:
     assert "7 heads of queries on 2" in str(unsupported(7, 2, 64))
     with pytest.raises(PrecisionFlowError, match="use another one"):
         make(17, 1).run()
+    step = make()
+    with pytest.raises(PrecisionFlowError, match="got 15 counters and needs 8 seq"):
+        step.run(2, torch.zeros(15, dtype=torch.int32, device=DEVICE))
+    step.q = step.q.half()
+    with pytest.raises(PrecisionFlowError, match=r"got torch\.float16 queries"):
+        step.run()
 
 
 def test_splits_fill_the_gpu() -> None:
@@ -276,10 +351,23 @@ def test_splits_fill_the_gpu() -> None:
 
 def test_it_compiles_for_hopper() -> None:
     lines = printed_by(Path(__file__).parent / "compile_attention.py")
-    assert len(lines) == 8
+    assert len(lines) == 9
     for splits, local, names in lines:
         assert not local
+        assert names[0] == "griddepcontrol.wait"
         # Keys and values are copied ahead while the block before is multiplied.
         assert names.index("cp.async.cg") < names.index("mma.sync")
         assert "cp.async.cg" in names[names.index("mma.sync") :]
-        assert any(name.startswith("atom.") for name in names) == (splits > 1)
+        atoms = [name for name in names if name.startswith("atom.")]
+        if splits == 1:
+            assert not atoms
+            continue
+        # Every thread has stored its part before one of them says so, and parts of
+        # other programs come from the L2 cache.
+        assert atoms == ["atom.global.gpu.acq_rel"]
+        before = names[: names.index(atoms[0])]
+        after = names[names.index(atoms[0]) :]
+        stored = len(before) - 1 - before[::-1].index("st.global")
+        assert "bar.sync" in before[stored:]
+        assert "ld.global.cg" in after
+        assert "ld.global" not in after

@@ -91,7 +91,7 @@ class JetRLConfig(QuantizationConfig):
             if self._settings.exact:
                 self.attention = set_up_exact(engine, self.fused)
                 self.log_probs = log_probs_kernel(engine)
-            else:
+            elif self._settings.recipe.flows is not None:
                 kept = set_up_decode(engine)
                 self.decode_attention = f"vLLM's: {kept}" if kept else DECODE_KERNEL
         return self._settings

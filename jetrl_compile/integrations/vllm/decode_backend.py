@@ -1,7 +1,9 @@
 """vLLM's FlashAttention, with the project's kernel where each sequence has one query.
 
-That kernel also writes the step's keys and values into the cache, so in such a step
-vLLM's update of the cache, an operator of its own before attention, does nothing.
+Without prefix caching that kernel also writes the step's keys and values into the
+cache, and vLLM's update of the cache, an operator of its own before attention, does
+nothing in such a step. With prefix caching the operator writes them, since a sequence
+may read a page that another one fills in the same step.
 """
 
 from typing import Any, ClassVar
@@ -18,7 +20,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from jetrl_compile.kernels.decode_attention import decode_attention
+from jetrl_compile.kernels.decode_attention import decode_attention, unsupported
 
 
 class DecodeBuilder(FlashAttentionMetadataBuilder):
@@ -34,14 +36,17 @@ class DecodeBuilder(FlashAttentionMetadataBuilder):
         layers = get_layers_from_vllm_config(
             vllm_config, AttentionLayerBase, layer_names
         )
-        self.can_decode = all(
-            getattr(getattr(layer, "impl", None), "can_decode", False)
-            for layer in layers.values()
-        )
+        found = [getattr(layer, "impl", None) for layer in layers.values()]
+        self.can_decode = all(getattr(impl, "can_decode", False) for impl in found)
+        caching = bool(vllm_config.cache_config.enable_prefix_caching)
+        self.writes = self.can_decode and not caching
         most = vllm_config.scheduler_config.max_num_seqs
         captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-        count = max(most, captured) * self.num_heads_kv
-        self.arrived = torch.zeros(count, dtype=torch.int32, device=device)
+        heads = max((getattr(impl, "num_kv_heads", 0) for impl in found), default=0)
+        # Made here, before a graph is captured.
+        self.arrived = torch.zeros(
+            max(most, captured) * heads, dtype=torch.int32, device=device
+        )
 
     def build(
         self,
@@ -60,6 +65,17 @@ class DecodeBuilder(FlashAttentionMetadataBuilder):
         )
         made: Any = super().build(common_prefix_len, common, fast_build or decodes)
         made.arrived = self.arrived if decodes else None
+        made.writes = decodes and self.writes
+        return made
+
+    def update_block_table(
+        self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor
+    ) -> Any:
+        """Return another builder's metadata of the same step for this one's layers."""
+        made: Any = super().update_block_table(metadata, blk_table, slot_mapping)
+        decodes = self.can_decode and made.arrived is not None
+        made.arrived = self.arrived if decodes else None
+        made.writes = decodes and self.writes
         return made
 
 
@@ -75,6 +91,7 @@ class DecodeImpl(FlashAttentionImpl):
             and not self.logits_soft_cap
             and self.sinks is None
             and self.kv_sharing_target_layer_name is None
+            and unsupported(self.num_heads, self.num_kv_heads, self.head_size) is None
         )
 
     def do_kv_cache_update(
@@ -91,7 +108,7 @@ class DecodeImpl(FlashAttentionImpl):
             given = given[0]
         if isinstance(given, dict):
             given = given.get(layer.layer_name)
-        if getattr(given, "arrived", None) is None:
+        if not getattr(given, "writes", False):
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
     def forward(
@@ -144,7 +161,7 @@ class DecodeImpl(FlashAttentionImpl):
             output[:tokens],
             attn_metadata.seq_lens,
             attn_metadata.block_table,
-            attn_metadata.slot_mapping,
+            attn_metadata.slot_mapping if attn_metadata.writes else None,
             arrived,
             self.scale,
         )

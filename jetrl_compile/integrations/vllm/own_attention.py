@@ -63,10 +63,10 @@ def reasons(engine: Any) -> Iterator[str]:
         yield "this vLLM has no attention_config"
         return
     if attention.backend is not None:
-        yield f"the backend {attention.backend} was asked for"
+        yield f"the backend {attention.backend} is set"
     version = getattr(attention, "flash_attn_version", None)
     if version not in (None, 3):
-        yield f"FlashAttention {version} was asked for"
+        yield f"FlashAttention {version} is set"
     missing = no_hopper()
     if missing:
         yield missing
@@ -84,9 +84,17 @@ def reasons(engine: Any) -> Iterator[str]:
     parallel, model = engine.parallel_config, engine.model_config
     if getattr(parallel, "decode_context_parallel_size", 1) != 1:
         yield "keys are spread over ranks"
-    for name in ("use_mla", "is_encoder_decoder", "is_hybrid"):
+    if getattr(attention, "use_non_causal", False):
+        yield "attention is not causal"
+    for name in ("use_mla", "is_encoder_decoder", "is_hybrid", "is_mm_prefix_lm"):
         if getattr(model, name, False):
             yield f"the model has {name}"
+    # What FlashAttention itself refuses: vLLM falls back from no backend that is set.
+    page: int = getattr(engine.cache_config, "block_size", None) or 16
+    if getattr(engine.cache_config, "user_specified_block_size", False) and page % 16:
+        yield f"block_size={page} is no multiple of 16"
+    if model.get_head_size() % 8:
+        yield f"a head of {model.get_head_size()} is no multiple of 8"
     why = unsupported(
         model.get_num_attention_heads(parallel),
         model.get_num_kv_heads(parallel),
