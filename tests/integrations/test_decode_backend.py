@@ -345,3 +345,25 @@ def test_batch_invariance_keeps_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
         envs = SimpleNamespace(VLLM_BATCH_INVARIANT=True)
         sys.modules["vllm"].envs = envs  # type: ignore[attr-defined]
         assert "VLLM_BATCH_INVARIANT" in str(own_attention.set_up_decode(given))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kernel"),
+    [
+        ("jetrl", "jetrl.decode_attention"),
+        ("rollout_only", "jetrl.decode_attention"),
+        ("bf16", ""),
+    ],
+)
+def test_the_recipe_bf16_is_vllm_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, kernel: str
+) -> None:
+    given = engine(additional_config={"jetrl": {"recipe": recipe}})
+    asked: list[Any] = []
+    with installed(monkeypatch, given):
+        plugged: Any = import_module("jetrl_compile.integrations.vllm.config")
+        monkeypatch.setattr(plugged, "set_up_decode", asked.append)
+        config = plugged.JetRLConfig()
+        config.settings()
+    assert config.decode_attention == kernel
+    assert asked == ([given] if kernel else [])
