@@ -67,7 +67,7 @@ class Case:
         )
 
 
-def own(case: Case, splits: int = 0) -> Callable[[], None]:
+def own(case: Case) -> Callable[[], None]:
     """Return what runs all layers with the project's kernel."""
     count = case.q.shape[0] * HEADS_K
     arrived = torch.zeros(count, dtype=torch.int32, device="cuda")
@@ -87,7 +87,6 @@ def own(case: Case, splits: int = 0) -> Callable[[], None]:
                 case.slots,
                 arrived,
                 SIZE**-0.5,
-                splits,
             )
 
     return run
@@ -184,7 +183,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Samples of each.")] = 9,
 ) -> None:
     """Measure both in turns."""
-    print("sequences   keys   bytes     fa3     own  difference")
+    print("sequences   keys  memory     fa3     own  difference")
     for count in sequences:
         for length in keys:
             case = Case(count, length, spread)

@@ -2,7 +2,7 @@
 
     python benchmarks/verl_phases.py qwen3-4b --check
     python benchmarks/verl_phases.py qwen3-4b --way verl --way jetrl --rows 8
-    python benchmarks/verl_phases.py qwen3-8b --phase "old log-prob" --phase reference
+    python benchmarks/verl_phases.py qwen3-8b --phase "old log-prob" --rounds 3
 
 Needs verl 0.9.1, a Hopper GPU and DeepGEMM (a small model also runs on a CPU). verl's
 own engines in one process of one rank, without Ray and rollouts: FSDP2, FP32 masters,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from jetrl_compile.errors import PrecisionFlowError
+from jetrl_compile.kernels import triton_attention
 from jetrl_compile.kernels.decode_attention_kernels import (
     ROWS,
     decode_attention_kernel,
@@ -19,7 +20,6 @@ from jetrl_compile.kernels.decode_attention_kernels import (
 from jetrl_compile.kernels.launch_recorder import launch_kernel
 from jetrl_compile.kernels.triton_device import multiprocessors, on_device, overlaps
 
-MAX_HEAD_SIZE = 256
 MAX_SPLITS = 16  # parts of a sequence's keys
 KEYS = 64  # of a block
 LEAST = 128  # keys of a part
@@ -36,11 +36,7 @@ def unsupported(heads: int, heads_k: int, size: int) -> str | None:
         heads_k: Of keys.
         size: Of a head.
     """
-    if size > MAX_HEAD_SIZE:
-        return f"a head of {size} is longer than {MAX_HEAD_SIZE}"
-    if heads % heads_k or heads // heads_k > ROWS:
-        return f"{heads} heads of queries on {heads_k} of keys: at most {ROWS} on one"
-    return None
+    return triton_attention.unsupported(heads, heads_k, size, ROWS)
 
 
 def splits_of(programs: int, processors: int) -> int:

@@ -11,7 +11,13 @@ all, in ascending order, so that bits do not depend on which one that is.
 from collections.abc import Callable
 from typing import Any
 
-from jetrl_compile.kernels.triton_common import INTERPRETED, jit, round_bf16, tl
+from jetrl_compile.kernels.triton_common import (
+    INTERPRETED,
+    dot_bf16,
+    jit,
+    round_bf16,
+    tl,
+)
 from jetrl_compile.kernels.triton_overlap import after_the_last_kernel
 
 ROWS = 16  # of a tile: the query heads of a key head, padded for the tensor cores
@@ -24,14 +30,6 @@ def _kernel(function: Callable[..., Any]) -> Any:
         do_not_specialize=["table_stride"],
         do_not_specialize_on_alignment=["table_stride"],
     )
-
-
-@jit
-def _dot(a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    if INTERPRETED:  # it takes BF16 for integers
-        wide = tl.dot(a.to(tl.float64), b.to(tl.float64), out_dtype=tl.float64)
-        return wide.to(tl.float32)
-    return tl.dot(a, b)
 
 
 @jit
@@ -65,12 +63,12 @@ def _block(
     part_k = tl.load(k + at[:, None] + col[None, :], mask=inside, other=0.0)
     at = page * v_page + (key % PAGE) * v_row
     part_v = tl.load(v + at[:, None] + col[None, :], mask=inside, other=0.0)
-    scores = _dot(tile_q, tl.trans(part_k)) * scale
+    scores = dot_bf16(tile_q, tl.trans(part_k)) * scale
     scores = tl.where(live[None, :], scores, float("-inf"))
     above = tl.maximum(highest, tl.max(scores, axis=1))
     weights = tl.exp2(scores - above[:, None])
     shrink = tl.exp2(highest - above)
-    product = _dot(round_bf16(weights).to(tl.bfloat16), part_v)
+    product = dot_bf16(round_bf16(weights).to(tl.bfloat16), part_v)
     total = total * shrink + tl.sum(weights, axis=1)
     return above, total, acc * shrink[:, None] + product
 

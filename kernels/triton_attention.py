@@ -108,18 +108,19 @@ def paged_attention(
     return out
 
 
-def unsupported(heads: int, heads_k: int, size: int) -> str | None:
-    """Return why the kernel cannot run an attention, or None if it can.
+def unsupported(heads: int, heads_k: int, size: int, rows: int = ROWS) -> str | None:
+    """Return why a kernel cannot run an attention, or None if it can.
 
     Args:
         heads: Of queries.
         heads_k: Of keys.
         size: Of a head.
+        rows: Of a tile of queries.
     """
     if size > MAX_HEAD_SIZE:
         return f"a head of {size} is longer than {MAX_HEAD_SIZE}"
-    if heads % heads_k or heads // heads_k > ROWS:
-        return f"{heads} heads of queries on {heads_k} of keys: at most {ROWS} on one"
+    if heads % heads_k or heads // heads_k > rows:
+        return f"{heads} heads of queries on {heads_k} of keys: at most {rows} on one"
     return None
 
 

@@ -10,7 +10,13 @@ kernel. So a query's sums have one order, which depends on its position alone.
 from collections.abc import Callable
 from typing import Any
 
-from jetrl_compile.kernels.triton_common import INTERPRETED, jit, round_bf16, tl
+from jetrl_compile.kernels.triton_common import (
+    INTERPRETED,
+    dot_bf16,
+    jit,
+    round_bf16,
+    tl,
+)
 
 ROWS = 64  # of a tile: queries times the heads that share a key's head
 KEYS = 64
@@ -41,14 +47,6 @@ def _key_offset(
         page = tl.load(pages + key // PAGE, mask=inside, other=0).to(tl.int64)
         return page * page_stride + (key % PAGE) * row_stride
     return (first + key) * row_stride
-
-
-@jit
-def _dot(a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    if INTERPRETED:  # it takes BF16 for integers; its FP32 sums differ between rows
-        wide = tl.dot(a.to(tl.float64), b.to(tl.float64), out_dtype=tl.float64)
-        return wide.to(tl.float32)
-    return tl.dot(a, b)
 
 
 @jit
@@ -86,7 +84,7 @@ def _block(
         mask=inside[None, :] & (col < SIZE)[:, None],
         other=0.0,
     )
-    scores = _dot(tile_q, part_k) * scale
+    scores = dot_bf16(tile_q, part_k) * scale
     allowed = (key[None, :] <= position[:, None]) & valid[:, None]
     scores = tl.where(allowed, scores, float("-inf"))
     above = tl.maximum(highest, tl.max(scores, axis=1))
@@ -98,7 +96,7 @@ def _block(
         mask=inside[:, None] & (col < SIZE)[None, :],
         other=0.0,
     )
-    product = _dot(round_bf16(weights).to(tl.bfloat16), part_v)
+    product = dot_bf16(round_bf16(weights).to(tl.bfloat16), part_v)
     total = total * shrink + tl.sum(weights, axis=1)
     return above, total, acc * shrink[:, None] + product
 

@@ -283,6 +283,15 @@ def round_bf16(x: tl.tensor) -> tl.tensor:
 
 
 @jit
+def dot_bf16(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """Return the product of two BF16 tiles in FP32."""
+    if INTERPRETED:  # it takes BF16 for integers; its FP32 sums differ between rows
+        wide = tl.dot(a.to(tl.float64), b.to(tl.float64), out_dtype=tl.float64)
+        return wide.to(tl.float32)
+    return tl.dot(a, b)
+
+
+@jit
 def _round_e4m3(x: tl.tensor) -> tl.tensor:
     bits = x.to(tl.int32, bitcast=True)
     sign, bits = (bits >> 24) & 0x80, bits & 0x7FFFFFFF

@@ -225,12 +225,13 @@ def test_gap_by_length(module: Any) -> None:
     assert exact.endswith("holds")
 
 
-def test_a_layer_of_a_profile(module: Any) -> None:
+@pytest.mark.parametrize("attention", ["FlashAttnFwdSm90", "decode_attention_kernel"])
+def test_a_layer_of_a_profile(module: Any, attention: str) -> None:
     profile = module("vllm_profile")
     events = []
     for layer in range(6):
         start = layer * 1000
-        names = (f"void {profile.ATTENTION}<1>", "norm", "void deep_gemm::gemm")
+        names = (f"void {attention}<1>", "norm", "void deep_gemm::gemm")
         for place, name in enumerate(names):
             # The norm begins before attention is over.
             events.append((start + (0, 90, 300)[place], 100, name))

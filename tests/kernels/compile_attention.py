@@ -13,6 +13,8 @@ import re
 from itertools import groupby
 from typing import Any
 
+from for_hopper import TARGET, compiled
+
 from jetrl_compile.kernels.decode_attention import KEYS, LEAST, STAGES, WARPS
 from jetrl_compile.kernels.decode_attention_kernels import (
     ROWS,
@@ -20,9 +22,6 @@ from jetrl_compile.kernels.decode_attention_kernels import (
 )
 
 os.environ["TRITON_ALWAYS_COMPILE"] = "1"  # a cache does not know what is here Hopper
-triton: Any = importlib.import_module("triton")
-compiler: Any = importlib.import_module("triton.compiler")
-GPUTarget: Any = importlib.import_module("triton.backends.compiler").GPUTarget
 POINTERS = {
     **dict.fromkeys(("q", "k", "v", "key_cache", "value_cache", "out"), "*bf16"),
     **dict.fromkeys(("parts", "part_max", "part_sum"), "*fp32"),
@@ -30,7 +29,6 @@ POINTERS = {
     "slots": "*i64",
     "scale": "fp32",
 }
-TARGET = GPUTarget("cuda", 90, 32)
 SEEN = (
     r"griddepcontrol\.wait|ld\.global(?:\.cg)?|cp\.async\.cg|mma\.sync|bar\.sync|"
     r"atom\.global\.\w+\.\w+|st\.global"
@@ -54,31 +52,17 @@ def seen(
     }
     if not writes:
         values["slots"] = None
-    names = decode_attention_kernel.arg_names
     types = dict(POINTERS)
     if splits == 1:  # `out` stands for what is not used
         types |= dict.fromkeys(("parts", "part_max", "part_sum"), "*bf16")
-    signature = {
-        name: "constexpr" if name in values else types.get(name, "i32")
-        for name in names
-    }
-    aligned = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(names)
-        if name not in values and name not in ("table_stride", "scale")
-    }
-    source = compiler.ASTSource(
-        fn=decode_attention_kernel,
-        signature=signature,
-        constexprs=values,
-        attrs=aligned,
-    )
-    made = triton.compile(
-        source,
-        target=TARGET,
-        options={"num_warps": WARPS, "num_stages": STAGES},
-    )
-    ptx = made.asm["ptx"]
+    ptx = compiled(
+        decode_attention_kernel,
+        types,
+        values,
+        ("table_stride", "scale"),
+        num_warps=WARPS,
+        num_stages=STAGES,
+    )["ptx"]
     return ptx.count(".local "), [name for name, _ in groupby(re.findall(SEEN, ptx))]
 
 

@@ -12,10 +12,10 @@ import re
 from itertools import groupby
 from typing import Any
 
+from for_hopper import compiled
+
 from jetrl_compile.kernels.gluon_decode import chunks_of, decode_kernel
 
-triton: Any = importlib.import_module("triton")
-GPUTarget: Any = importlib.import_module("triton.backends.compiler").GPUTarget
 runtime: Any = importlib.import_module("triton.experimental.gluon._runtime")
 POINTERS = {
     "a": "*fp8e4nv",
@@ -38,25 +38,10 @@ def seen(rows: int, groups: int, programs: int, full: bool) -> tuple[int, list[s
         "CHUNK": chunk,
         "FULL": full,
     }
-    names = decode_kernel.arg_names
-    signature = {
-        name: "constexpr" if name in values else POINTERS.get(name, "i32")
-        for name in names
-    }
-    aligned = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(names)
-        if name not in values and name not in ("m", "a_scales_group", "b_scales_row")
-    }
-    source = runtime.GluonASTSource(
-        decode_kernel,
-        signature,
-        {(names.index(name),): value for name, value in values.items()},
-        aligned,
-    )
-    target = GPUTarget("cuda", 90, 32)
-    made = triton.compile(source, target=target, options={"num_warps": 4})
-    ptx = made.asm["ptx"]
+    unaligned = ("m", "a_scales_group", "b_scales_row")
+    source = runtime.GluonASTSource
+    stages = compiled(decode_kernel, POINTERS, values, unaligned, source, num_warps=4)
+    ptx = stages["ptx"]
     return ptx.count(".local "), [name for name, _ in groupby(re.findall(SEEN, ptx))]
 
 

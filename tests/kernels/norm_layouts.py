@@ -7,17 +7,15 @@ layouts of the squares in the variants that the norm is launched in. Triton adds
 the order of a layout, so variants of other layouts give other bits.
 """
 
-import importlib
 import json
 import re
 from typing import Any
 
+from for_hopper import compiled
+
 from jetrl_compile.kernels.triton_norm import split_groups, warps_of
 from jetrl_compile.kernels.triton_norm_kernels import norm_kernel
 
-triton: Any = importlib.import_module("triton")
-GPUTarget: Any = importlib.import_module("triton.backends.compiler").GPUTarget
-ASTSource: Any = importlib.import_module("triton.compiler").ASTSource
 COLS = (576, 3584, 4096, 5120)
 VARIANTS: tuple[tuple[str, ...], ...] = (
     (),
@@ -44,33 +42,20 @@ def layouts(cols: int, given: tuple[str, ...], ue8m0: bool) -> list[str]:
         "FLOOR": 1e-10,
         "UE8M0": ue8m0,
     }
-    signature = {}
-    for name in norm_kernel.arg_names:
-        if name in ("x", "weight", *given):
-            signature[name] = "*bf16"
-        elif name in POINTERS:
-            signature[name] = POINTERS[name]
-        elif name in ("residual", "total", "kept"):
+    types = {"x": "*bf16", "weight": "*bf16", "eps": "fp32", **POINTERS}
+    for name in ("residual", "total", "kept"):
+        if name in given:
+            types[name] = "*bf16"
+        else:
             values[name] = None
-        elif name == "eps":
-            signature[name] = "fp32"
-        elif name not in values:
-            signature[name] = "i32"
-    names = norm_kernel.arg_names
-    aligned = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(names)
-        if name in signature and name not in ("eps", "scale_stride")
-    }
-    source = ASTSource(
+    stages = compiled(
         norm_kernel,
-        {name: signature.get(name, "constexpr") for name in names},
-        {(names.index(name),): value for name, value in values.items()},
-        aligned,
+        types,
+        values,
+        ("eps", "scale_stride"),
+        num_warps=warps_of(first + last),
     )
-    options = {"num_warps": warps_of(first + last)}
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    text = made.asm["ttgir"]
+    text = stages["ttgir"]
     named = dict(re.findall(r"(#\w+) = (#ttg\.\w+<.*>)", text))
     squares = re.findall(r"= arith\.mulf (%\S+), \1 : (tensor<.*?>) loc", text)
     return [re.sub(r"#\w+(?=>)", lambda m: named[m[0]], kind) for _, kind in squares]

@@ -38,8 +38,7 @@ class DecodeBuilder(FlashAttentionMetadataBuilder):
         )
         found = [getattr(layer, "impl", None) for layer in layers.values()]
         self.can_decode = all(getattr(impl, "can_decode", False) for impl in found)
-        caching = bool(vllm_config.cache_config.enable_prefix_caching)
-        self.writes = self.can_decode and not caching
+        self.writes = not vllm_config.cache_config.enable_prefix_caching
         most = vllm_config.scheduler_config.max_num_seqs
         captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         heads = max((getattr(impl, "num_kv_heads", 0) for impl in found), default=0)
@@ -64,16 +63,17 @@ class DecodeBuilder(FlashAttentionMetadataBuilder):
             and common.causal is True
         )
         made: Any = super().build(common_prefix_len, common, fast_build or decodes)
-        made.arrived = self.arrived if decodes else None
-        made.writes = decodes and self.writes
-        return made
+        return self._mark(made, decodes)
 
     def update_block_table(
         self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor
     ) -> Any:
         """Return another builder's metadata of the same step for this one's layers."""
         made: Any = super().update_block_table(metadata, blk_table, slot_mapping)
-        decodes = self.can_decode and made.arrived is not None
+        return self._mark(made, self.can_decode and made.arrived is not None)
+
+    def _mark(self, made: Any, decodes: bool) -> Any:
+        """Say in metadata whether a step decodes, and who writes into the cache."""
         made.arrived = self.arrived if decodes else None
         made.writes = decodes and self.writes
         return made
