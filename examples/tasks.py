@@ -33,6 +33,41 @@ TASKS: dict[str, dict[str, Any]] = {
     },
 }
 
+# Tasks with answers of hundreds of tokens, for training; their instructions; what
+# differs in the worked example, which is shorter for the sake of the prompt.
+LONG_TASKS: dict[str, dict[str, Any]] = {"counting": {}}
+INSTRUCTIONS = {"counting": "Reply with numbers only."}
+WORKED: dict[str, dict[str, Any]] = {"counting": {"least": 100, "most": 100}}
+
+
+def instruction(name: str) -> str:
+    """Return what a task's prompts begin with."""
+    return INSTRUCTIONS.get(name, INSTRUCTION)
+
+
+def make_dataset(name: str, size: int, seed: int, *, worked: bool = False) -> Any:
+    """Return reasoning-gym's dataset of a task.
+
+    Args:
+        name: A key of `TASKS` or `LONG_TASKS`.
+        size: How many questions.
+        seed: Of reasoning-gym's generators.
+        worked: Questions for worked examples.
+
+    Raises:
+        ModelError: The name is unknown.
+    """
+    if name not in TASKS and name not in LONG_TASKS:
+        known = ", ".join([*TASKS, *LONG_TASKS])
+        raise ModelError(f"task {name!r} is unknown; known: {known}")
+    gym: Any = importlib.import_module("reasoning_gym")
+    options = TASKS[name] if name in TASKS else LONG_TASKS[name]
+    if name in LONG_TASKS:
+        importlib.import_module(f"jetrl_compile.examples.{name}")
+    if worked:
+        options = options | WORKED.get(name, {})
+    return gym.create_dataset(name, size=size, seed=seed, **options)
+
 
 @dataclass(frozen=True)
 class Task:

@@ -4,14 +4,17 @@ python -m jetrl_compile.examples.verl_grpo.make_data FOLDER --task basic_arithme
 """
 
 import argparse
-import importlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jetrl_compile.errors import ModelError
-from jetrl_compile.examples.tasks import INSTRUCTION, TASKS
+from jetrl_compile.examples.tasks import (
+    LONG_TASKS,
+    TASKS,
+    instruction,
+    make_dataset,
+)
 
 SOURCE = "reasoning_gym"
 STRIDE = 1_000_003  # between seeds
@@ -25,7 +28,7 @@ def rows(
     Each question comes after a worked example of its dataset, the same for all seeds.
 
     Args:
-        names: Keys of `jetrl_compile.examples.tasks.TASKS`.
+        names: Keys of `TASKS` or `LONG_TASKS` of `jetrl_compile.examples.tasks`.
         count: How many rows.
         seed: Of reasoning-gym's generators.
         split: "train" or "val".
@@ -33,23 +36,16 @@ def rows(
     Raises:
         ModelError: A name is unknown.
     """
-    gym: Any = importlib.import_module("reasoning_gym")
-    if unknown := [name for name in names if name not in TASKS]:
-        raise ModelError(f"task {unknown[0]!r} is unknown; known: {', '.join(TASKS)}")
     each = -(-count // len(names))
-    made = {
-        name: gym.create_dataset(name, size=each + 1, seed=seed, **TASKS[name])
-        for name in names
-    }
+    made = {name: make_dataset(name, each + 1, seed) for name in names}
     examples = {  # and so the question that is left out if the seed is 0
-        name: gym.create_dataset(name, size=1, seed=0, **TASKS[name])[0]
-        for name in names
+        name: make_dataset(name, 1, 0, worked=True)[0] for name in names
     }
     for index in range(count):
         name = names[index % len(names)]
         worked, entry = examples[name], made[name][1 + index // len(names)]
         prompt = [
-            {"role": "system", "content": INSTRUCTION},
+            {"role": "system", "content": instruction(name)},
             {"role": "user", "content": worked["question"]},
             {"role": "assistant", "content": str(worked["answer"])},
             {"role": "user", "content": entry["question"]},
@@ -75,7 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("folder", type=Path)
     parser.add_argument(
-        "--task", action="append", choices=sorted(TASKS), help="may be given often"
+        "--task",
+        action="append",
+        choices=sorted({**TASKS, **LONG_TASKS}),
+        help="may be given often",
     )
     parser.add_argument("--train", type=int, default=2048, help="rows to train on")
     parser.add_argument("--val", type=int, default=64, help="rows to validate on")

@@ -1,12 +1,11 @@
 """Rewards for verl: `reward.custom_reward_function.path=.../reward.py`."""
 
 import functools
-import importlib
 import json
 from collections.abc import Mapping
 from typing import Any
 
-from jetrl_compile.examples.tasks import TASKS, extract_answer
+from jetrl_compile.examples.tasks import LONG_TASKS, extract_answer, make_dataset
 
 
 def verified(
@@ -16,10 +15,14 @@ def verified(
     extra_info: Mapping[str, Any] | None = None,
     **_: Any,
 ) -> float:
-    """Return reasoning-gym's score of the last number in a response, from 0 to 1."""
+    """Return reasoning-gym's score of a response, from 0 to 1.
+
+    Of tasks with short answers the last number is scored.
+    """
     entry = json.loads((extra_info or {})["entry"])
-    dataset = _dataset(data_source.rpartition("/")[2])
-    return float(dataset.score_answer(extract_answer(solution_str), entry))
+    name = data_source.rpartition("/")[2]
+    answer = solution_str if name in LONG_TASKS else extract_answer(solution_str)
+    return float(_dataset(name).score_answer(answer, entry))
 
 
 def digit_share(
@@ -35,5 +38,4 @@ def digit_share(
 
 @functools.lru_cache
 def _dataset(name: str) -> Any:
-    gym: Any = importlib.import_module("reasoning_gym")
-    return gym.create_dataset(name, size=1, seed=0, **TASKS[name])
+    return make_dataset(name, 1, 0)

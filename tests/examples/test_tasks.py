@@ -12,6 +12,7 @@ from jetrl_compile.examples.tasks import (
     TASKS,
     encode,
     extract_answer,
+    make_dataset,
     make_tasks,
     stop_tokens,
 )
@@ -119,3 +120,48 @@ def test_arithmetic_has_right_answers_and_no_common_one() -> None:
         operands = [ast.literal_eval(side) for side in (tree.left, tree.right)]
         assert OPERATORS[type(tree.op)](*operands) == answers[-1], question
     assert max(map(answers.count, answers)) < 0.2 * len(answers)
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ("7, 8, 9, 10, 11", 1.0),
+        ("Sure: 7 8 9 10 11", 1.0),
+        ("7, 8, 10, 11, 12", 2 / 5),
+        ("7, 8, 10, 9, 11", 3 / 5),
+        ("7, 8", 2 / 5),
+        ("3, 4, 5, 6, 7, 8, 9, 10, 11, 12", 1 / 2),
+        ("7, 8, 9, 10, 11, 12, 13, 14, 15, 16", 1 / 2),
+        ("78910", 0.0),
+        ("8, 9, 10", 0.0),
+        ("", 0.0),
+        (None, 0.0),
+    ],
+)
+def test_counting_is_scored_by_what_comes_in_order(
+    answer: str | None, score: float
+) -> None:
+    dataset = make_dataset("counting", 1, 0)
+    entry = {"metadata": {"start": 7, "end": 11}}
+    assert dataset.score_answer(answer, entry) == score
+
+
+def test_rows_of_a_task_with_long_answers() -> None:
+    made = list(rows(["counting"], 3, 5, "train"))
+    questions = [row["prompt"][-1]["content"] for row in made]
+    assert len(set(questions)) == 3
+    assert questions == [
+        r["prompt"][-1]["content"] for r in rows(["counting"], 3, 5, "")
+    ]
+    for row in made:
+        system, asked, worked, _ = (turn["content"] for turn in row["prompt"])
+        assert system == "Reply with numbers only."
+        start, end = map(int, asked.removeprefix("Count from ")[:-1].split(" to "))
+        assert worked == ", ".join(map(str, range(start, end + 1)))
+        assert end - start == 99
+        assert row["reward_model"]["ground_truth"].count(", ") in range(149, 200)
+
+
+def test_a_task_that_is_not_there() -> None:
+    with pytest.raises(ModelError, match=r"'sums' is unknown; known: .*counting"):
+        make_dataset("sums", 1, 0)

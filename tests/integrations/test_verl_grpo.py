@@ -312,6 +312,23 @@ def test_rewards_of_written_tasks(tmp_path: Path) -> None:
     assert digit_share("", "a1b2", "") == 0.5
 
 
+def test_the_reward_of_a_long_answer_is_of_all_of_it(tmp_path: Path) -> None:
+    import pandas
+
+    from jetrl_compile.examples.verl_grpo import make_data
+    from jetrl_compile.examples.verl_grpo.reward import verified
+
+    make_data.main([str(tmp_path), "--train=2", "--val=2", "--task=counting"])
+    row = pandas.read_parquet(tmp_path / "train.parquet").to_dict("records")[0]
+    truth = row["reward_model"]["ground_truth"]
+    more = row["data_source"], truth, row["extra_info"]
+    assert verified(more[0], truth, *more[1:]) == 1.0
+    numbers = truth.split(", ")
+    some = ", ".join(numbers[:60])
+    assert verified(more[0], some, *more[1:]) == 60 / len(numbers)
+    assert verified(more[0], numbers[-1], *more[1:]) == 0.0
+
+
 def test_seeds_have_one_worked_example_and_other_questions(tmp_path: Path) -> None:
     """Question i of a seed of reasoning-gym is question i - 1 of the next one."""
     import pandas
