@@ -6,7 +6,8 @@
 # MODEL is a folder or "smollm2"; RECIPE is jetrl, jetrl_paper, rollout_only, bf16, or
 # verl as it comes: verl_bf16, and verl_fp8 with verl's own FP8 rollouts. May be set:
 # GPUS (all), STEPS (60), BATCH (32 prompts), RESPONSE (1024 tokens), MICRO (8 sequences
-# a GPU), LR (1e-6), MEMORY (0.4 of a GPU for vLLM), TASK (basic_arithmetic), SEED (0),
+# a GPU), LR (1e-6), MEMORY (0.4 of a GPU for vLLM), TASK (basic_arithmetic; counting has
+# answers of 600 to 1000 tokens), SEED (0),
 # LEVEL (3), WIRE (bf16 or fp8), EXACT (1: jetrl and jetrl_paper run exact mode; 0: they
 # do not), KL (False; True: a reference model), RESIDENT (True: its parameters stay on the
 # GPU; False: on the host, as with verl), SAVE (10 steps), WARM (1: DeepGEMM's kernels are
@@ -18,7 +19,7 @@
 set -euo pipefail
 
 if [ $# -lt 2 ]; then
-  sed -n '2,18s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+  sed -n '2,19s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
   exit 2
 fi
 for name in EXACT WARM; do
