@@ -7,11 +7,11 @@
 # verl as it comes: verl_bf16, and verl_fp8 with verl's own FP8 rollouts. May be set:
 # GPUS (all), STEPS (60), BATCH (32 prompts), RESPONSE (1024 tokens), MICRO (8 sequences
 # a GPU), LR (1e-6), MEMORY (0.4 of a GPU for vLLM), TASK (basic_arithmetic; counting has
-# answers of 600 to 1000 tokens), SEED (0),
-# LEVEL (3), WIRE (bf16 or fp8), EXACT (1: jetrl and jetrl_paper run exact mode; 0: they
-# do not), KL (False; True: a reference model), RESIDENT (True: its parameters stay on the
-# GPU; False: on the host, as with verl), SAVE (10 steps), WARM (1: DeepGEMM's kernels are
-# compiled first; 0: where they are first used, seconds each), PYTHON.
+# answers of 600 to 1000 tokens), SEED (0), LEVEL (3), WIRE (bf16 or fp8), EXACT (1: jetrl
+# and jetrl_paper run exact mode; 0: they do not), KL (False; True: a reference model),
+# RESIDENT (True: its parameters stay on the GPU; False: on the host, as with verl), SAVE
+# (10 steps), WARM (1: DeepGEMM's kernels are compiled first; 0: where they are first used,
+# seconds each), PYTHON.
 #
 # FSDP2 shards the trainer over all GPUs; every GPU has a rollout replica of its own. Run
 # it again to resume from the last checkpoint: each part of a run has a log of its own in
