@@ -1,9 +1,7 @@
 """A task with long answers, made with reasoning-gym: count from one number to another.
 
-Right answers of reasoning-gym's own tasks take a few tokens. This one's take hundreds,
-and SmolLM2-135M-Instruct gives some of them in part (docs/log.md): a policy can learn
-it.
-Import it where reasoning-gym is installed; it is registered there as `counting`.
+Answers take 600 to 1000 tokens, and SmolLM2-135M-Instruct gives some of them in part
+(docs/log.md): a policy can learn it. Import it where reasoning-gym is installed.
 """
 
 import random
@@ -13,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from reasoning_gym.dataset import ProceduralDataset
-from reasoning_gym.factory import register_dataset
 
 
 @dataclass
@@ -60,11 +57,8 @@ class CountingDataset(ProceduralDataset):
         """
         start = int(entry["metadata"]["start"])
         end = int(entry["metadata"]["end"])
-        found = re.findall(r"\d+", answer or "")
+        found = re.findall(r"\d+", answer) if isinstance(answer, str) else []
         expected = start
         for number in found:
             expected += expected <= end and number == str(expected)
         return (expected - start) / max(end + 1 - start, len(found))
-
-
-register_dataset("counting", CountingDataset, CountingConfig)

@@ -35,9 +35,9 @@ TASKS: dict[str, dict[str, Any]] = {
 
 # Tasks with answers of hundreds of tokens, for training; their instructions; what
 # differs in the worked example, which is shorter for the sake of the prompt.
-LONG_TASKS: dict[str, dict[str, Any]] = {"counting": {}}
+LONG_TASKS: dict[str, dict[str, int]] = {"counting": {}}
 INSTRUCTIONS = {"counting": "Reply with numbers only."}
-WORKED: dict[str, dict[str, Any]] = {"counting": {"least": 100, "most": 100}}
+WORKED: dict[str, dict[str, int]] = {"counting": {"least": 100, "most": 100}}
 
 
 def instruction(name: str) -> str:
@@ -46,7 +46,7 @@ def instruction(name: str) -> str:
 
 
 def make_dataset(name: str, size: int, seed: int, *, worked: bool = False) -> Any:
-    """Return reasoning-gym's dataset of a task.
+    """Return a dataset of reasoning-gym's kind.
 
     Args:
         name: A key of `TASKS` or `LONG_TASKS`.
@@ -55,18 +55,24 @@ def make_dataset(name: str, size: int, seed: int, *, worked: bool = False) -> An
         worked: Questions for worked examples.
 
     Raises:
-        ModelError: The name is unknown.
+        ModelError: The name is unknown, or reasoning-gym is not installed.
     """
     if name not in TASKS and name not in LONG_TASKS:
         known = ", ".join([*TASKS, *LONG_TASKS])
         raise ModelError(f"task {name!r} is unknown; known: {known}")
-    gym: Any = importlib.import_module("reasoning_gym")
-    options = TASKS[name] if name in TASKS else LONG_TASKS[name]
-    if name in LONG_TASKS:
-        importlib.import_module(f"jetrl_compile.examples.{name}")
-    if worked:
-        options = options | WORKED.get(name, {})
-    return gym.create_dataset(name, size=size, seed=seed, **options)
+    try:
+        gym: Any = importlib.import_module("reasoning_gym")
+    except ImportError as error:
+        raise ModelError(
+            f"the demo's tasks need reasoning-gym ({error}); "
+            "pip install 'jetrl-compile[demo]'"
+        ) from error
+    if name in TASKS:
+        return gym.create_dataset(name, size=size, seed=seed, **TASKS[name])
+    from jetrl_compile.examples.counting import CountingConfig, CountingDataset
+
+    options = LONG_TASKS[name] | (WORKED[name] if worked else {})
+    return CountingDataset(CountingConfig(size=size, seed=seed, **options))
 
 
 @dataclass(frozen=True)
@@ -168,15 +174,8 @@ def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
 
 
 def _one_kind(tokenizer: Any, name: str, count: int, seed: int) -> list[Task]:
-    try:
-        gym = importlib.import_module("reasoning_gym")
-    except ImportError as error:
-        raise ModelError(
-            f"the demo's tasks need reasoning-gym ({error}); "
-            "pip install 'jetrl-compile[demo]'"
-        ) from error
     # The first question is the worked example of all others.
-    dataset = gym.create_dataset(name, size=count + 1, seed=seed, **TASKS[name])
+    dataset = make_dataset(name, count + 1, seed)
     worked, *entries = (dataset[i] for i in range(count + 1))
     turns = [(worked["question"], worked["answer"])]
     return [
