@@ -33,45 +33,40 @@ TASKS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Tasks with answers of hundreds of tokens, for training; their instructions; what
-# differs in the worked example, which is shorter for the sake of the prompt.
-LONG_TASKS: dict[str, dict[str, int]] = {"counting": {}}
-INSTRUCTIONS = {"counting": "Reply with numbers only."}
-WORKED: dict[str, dict[str, int]] = {"counting": {"least": 100, "most": 100}}
+COUNTING = "counting"  # a task with answers of hundreds of tokens, for training
 
 
 def instruction(name: str) -> str:
     """Return what a task's prompts begin with."""
-    return INSTRUCTIONS.get(name, INSTRUCTION)
+    return "Reply with numbers only." if name == COUNTING else INSTRUCTION
 
 
 def make_dataset(name: str, size: int, seed: int, *, worked: bool = False) -> Any:
     """Return a dataset of reasoning-gym's kind.
 
     Args:
-        name: A key of `TASKS` or `LONG_TASKS`.
+        name: A key of `TASKS`, or `COUNTING`.
         size: How many questions.
         seed: Of reasoning-gym's generators.
-        worked: Questions for worked examples.
+        worked: Questions for worked examples: shorter, where answers are long.
 
     Raises:
         ModelError: The name is unknown, or reasoning-gym is not installed.
     """
-    if name not in TASKS and name not in LONG_TASKS:
-        known = ", ".join([*TASKS, *LONG_TASKS])
+    if name not in TASKS and name != COUNTING:
+        known = ", ".join([*TASKS, COUNTING])
         raise ModelError(f"task {name!r} is unknown; known: {known}")
     try:
         gym: Any = importlib.import_module("reasoning_gym")
     except ImportError as error:
         raise ModelError(
-            f"the demo's tasks need reasoning-gym ({error}); "
-            "pip install 'jetrl-compile[demo]'"
+            f"tasks need reasoning-gym ({error}); pip install 'jetrl-compile[demo]'"
         ) from error
     if name in TASKS:
         return gym.create_dataset(name, size=size, seed=seed, **TASKS[name])
     from jetrl_compile.examples.counting import CountingConfig, CountingDataset
 
-    options = LONG_TASKS[name] | (WORKED[name] if worked else {})
+    options = {"least": 100, "most": 100} if worked else {}
     return CountingDataset(CountingConfig(size=size, seed=seed, **options))
 
 

@@ -65,7 +65,11 @@ def main(folder: Path, mode: str) -> dict[str, Any]:
     """Load, check, push, check; return what was found."""
     from vllm import LLM
 
-    from jetrl_compile.integrations.vllm.engine import check_engine, refit
+    from jetrl_compile.integrations.vllm.engine import (
+        check_engine,
+        engine_graph,
+        refit,
+    )
     from jetrl_compile.integrations.vllm.log_probs import (
         gap_metrics,
         sample,
@@ -86,9 +90,11 @@ def main(folder: Path, mode: str) -> dict[str, Any]:
         gpu_memory_utilization=0.1,
         kv_cache_memory_bytes=1 << 28,
         enable_sleep_mode=True,
+        enable_prefix_caching=True,  # vLLM's default
         **settings,
     )
     found: dict[str, Any] = {"at load": check_engine(llm, trainer).verdict()}
+    found["attention"] = engine_graph(llm).meta.get("decode_attention")
     with torch.no_grad():
         for parameter in trainer.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.01)

@@ -9,12 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jetrl_compile.examples.tasks import (
-    LONG_TASKS,
-    TASKS,
-    instruction,
-    make_dataset,
-)
+from jetrl_compile.examples.tasks import COUNTING, TASKS, instruction, make_dataset
 
 SOURCE = "reasoning_gym"
 STRIDE = 1_000_003  # between seeds
@@ -28,13 +23,13 @@ def rows(
     Each question comes after a worked example of its dataset, the same for all seeds.
 
     Args:
-        names: Keys of `TASKS` or `LONG_TASKS` of `jetrl_compile.examples.tasks`.
+        names: What `jetrl_compile.examples.tasks.make_dataset` knows.
         count: How many rows.
         seed: Of reasoning-gym's generators.
         split: "train" or "val".
 
     Raises:
-        ModelError: A name is unknown.
+        ModelError: A name is unknown, or reasoning-gym is not installed.
     """
     each = -(-count // len(names))
     made = {name: make_dataset(name, each + 1, seed) for name in names}
@@ -73,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--task",
         action="append",
-        choices=sorted({**TASKS, **LONG_TASKS}),
+        choices=sorted([*TASKS, COUNTING]),
         help="may be given often",
     )
     parser.add_argument("--train", type=int, default=2048, help="rows to train on")

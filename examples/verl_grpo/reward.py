@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jetrl_compile.examples.tasks import LONG_TASKS, extract_answer, make_dataset
+from jetrl_compile.examples.tasks import COUNTING, extract_answer, make_dataset
 
 
 def verified(
@@ -17,11 +17,11 @@ def verified(
 ) -> float:
     """Return reasoning-gym's score of a response, from 0 to 1.
 
-    Of tasks with short answers the last number is scored.
+    The last number is scored, and of counting all.
     """
     entry = json.loads((extra_info or {})["entry"])
     name = data_source.rpartition("/")[2]
-    answer = solution_str if name in LONG_TASKS else extract_answer(solution_str)
+    answer = solution_str if name == COUNTING else extract_answer(solution_str)
     return float(_dataset(name).score_answer(answer, entry))
 
 

@@ -31,6 +31,7 @@ def test_engine(mode: str, tmp_path: Path) -> None:
         assert found["at load"].startswith("contained")
         assert found["after push"].startswith("contained")
         assert "level 3" in found["stale"]
+    assert found["attention"] == "jetrl.decode_attention"
     assert found["pushed"] == 24
     for where in ("nan", "nan in a norm", "nan in the embedding"):
         assert "NaN or infinity" in found[where], where
